@@ -20,7 +20,8 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from tqdm import tqdm
 
-from errors import Count, SettingsError
+from errors import SettingsError
+from settings import Count, Flags
 from verifiers import last_boxed
 
 # ---- messages ----
@@ -195,7 +196,7 @@ GENERATED_ROWS = 1000
 
 
 @dataclass
-class DataArgs:
+class DataArgs(Flags):
     """What the model is asked."""
     max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
@@ -214,26 +215,6 @@ class Row:
     columns: dict
     source: str  # `data_source`, or the name
     finished: bool = False  # its text was a rendered chat already
-
-    @property
-    def seen(self) -> object:
-        """What stands before a completion. Rows with equal ones share it."""
-        return self.prompt_ids
-
-    @property
-    def ids(self) -> list[int]:
-        """All that the data has."""
-        return self.prompt_ids
-
-    @property
-    def shown_ids(self) -> list[int]:
-        """The prompt as samples/ has it."""
-        return self.prompt_ids
-
-    @property
-    def shown(self) -> dict:
-        """More for samples/."""
-        return {}
 
     def digested(self, of_file) -> list:
         """All that the loop gets. of_file: the digest of a file beside the data, by its path."""
@@ -265,6 +246,14 @@ class Stream:
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
         self.position += len(prompts)
         return prompts
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on from what `state_dict` returned."""
+        self.position = state["position"]
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,

@@ -17,8 +17,9 @@ import model_files
 import rewards
 from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
-from model_files import family_of, shape_from
-from plan import GIB, Plan, Shape, groups, problems
+from model_files import shape_from
+from part import ask
+from plan import GIB, Plan, Shape, problems
 
 
 @dataclass
@@ -89,16 +90,14 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     shape = shape_from(lm)
     ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, notes)
     files = ModelFiles(shape, tokenizer, folder, lm, ends)
-    args.choose_rates(files.shape.params)
     files = args.find_reference(files, sketches)
     rows = args.load_rows("data", args.seed, files, notes)
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
     trains = args.needs_rollouts and not args.eval_args.eval_only
     rewards.check_rows(needs, everything if trains else eval_rows)
-    for group in groups(args):
-        if hasattr(group, "inspect"):  # what its flags ask of files and rows
-            group.inspect(args, files, everything)
+    ask("check", args, files, everything)
+    args.choose_rates(files.shape.params)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
@@ -113,7 +112,7 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
     mistakes += problems(args, ranks, local_size=local_size)
     found = [], []
     if args.reward or args.needs_reward:
-        found = mistakes.attempt(rewards.check, list(args.reward))
+        found = mistakes.attempt(rewards.check, list(args.reward), args)
     mistakes.stop()
     return found
 
@@ -213,10 +212,8 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
-    if not (torch.cuda.is_available() or args.plan_args.plan):
-        found += family_of(config).cpu_limits(args)
     for row in rows:
-        largest = max(row.ids, default=None)
+        largest = max(row.prompt_ids, default=None)
         if largest is None or largest >= text.vocab_size:  # it would break the engine
             found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens "
                          f"with ids below {text.vocab_size} (the largest is {largest}).")

@@ -150,7 +150,7 @@ case "${1:-}" in
            --model runs/doors-base/model --data runs/doors/train.jsonl \
            $(held_out runs/doors/test.jsonl) --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
            --reply examples/doors.py:Doors --reward turns \
-           --advantage variants/turn_credit.py:turn_credit "$@" ;;
+           --advantage parts/turns/turn_credit.py:turn_credit "$@" ;;
   vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
          model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
          [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind

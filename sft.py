@@ -22,13 +22,13 @@ import dist
 import losses
 from batch import Batch, Meter, Sample
 from dist import World
-from errors import not_default
 from flags import CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
 from parts.sft import targets
 from parts.sft.supervised import Supervised, given
 from run import set_up
+from settings import not_default
 
 
 @dataclass

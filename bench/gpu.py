@@ -52,6 +52,7 @@ from data import DataArgs, Prompt, Row
 from examples import tiny
 from model_files import shape_from
 from rewards import Score
+from settings import changed, values_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
@@ -138,7 +139,7 @@ class Bench:
             model=str(self.folder), batch=8 if self.card else 1, minibatches=2, lr=1e-6,
             max_tokens=self.completion, update_tokens=budget, score_tokens=budget,
             data_args=DataArgs(max_prompt_tokens=self.prompt))
-        return plan.Plan(plan.changed(args, **flags), 1, None, 0)
+        return plan.Plan(changed(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False) -> model.Policy:
         self.world = dist.World.joined or dist.join()
@@ -352,7 +353,7 @@ def planned(bench: Bench) -> list[str]:
             bench.plan(**way), bench.shape, bench.card).fits), None)
     if flags is None:
         raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
-    given, names = plan.flags(bench.plan().args), (
+    given, names = values_of(bench.plan().args), (
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}

@@ -12,9 +12,9 @@ import data
 import grpo
 import house
 import model
-import plan
 import rewards
 from batch import Batch, Completion, Sample
+from settings import changed
 from tools import float64
 
 lora = house.module("parts.lora.lora")
@@ -123,7 +123,7 @@ def arguments(script=grpo, **options):
     """
     args = script.Args(group=GROUP, max_tokens=COMPLETION, update_tokens=1 << 20,
                        score_tokens=1 << 20, lr=1e-3)
-    return plan.changed(args, **{"max_prompt_tokens": PROMPT} | options)
+    return changed(args, **{"max_prompt_tokens": PROMPT} | options)
 
 
 def sample(prompt: data.Row | list[int], completion: np.ndarray) -> Sample:

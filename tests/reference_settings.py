@@ -13,6 +13,7 @@ import plan
 import rewards
 from batch import Completion, Sample
 from house import SCRIPTS, has, kept, module
+from settings import changed
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
@@ -162,7 +163,7 @@ def arguments(setting: Setting, number: int):
                    dtype="float64")
     if setting.script == "ppo":
         options |= dict(critic_lr=0.02, critic_update_tokens=other, critic_score_tokens=budget)
-    return plan.changed(SCRIPTS[setting.script].Args(), **options | setting.flags)
+    return changed(SCRIPTS[setting.script].Args(), **options | setting.flags)
 
 
 def drawn(script: str) -> list[Setting]:

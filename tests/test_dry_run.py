@@ -12,11 +12,11 @@ from transformers import AutoConfig
 import fakes
 import grpo
 import model
-import plan
 import ppo
 from dist import KEYS
 from fakegpu import FakeGpu, on_gpu
 from house import adapters, module
+from settings import changed, values_of
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
 
 WAITS = 0  # of the host, in one micro-batch of an update
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 def learn(script, folder, monkeypatch, **flags):
     """One `learn` → (FakeGpu, the models, micro-batches that were made)."""
-    args = plan.changed(script.Args(), model=folder, group=2, max_tokens=LONGEST,
+    args = changed(script.Args(), model=folder, group=2, max_tokens=LONGEST,
                         max_prompt_tokens=PROMPT, lr=1e-3, **flags)
     samples, micros = fabricate(args, 0), Counter()
     with FakeGpu() as gpu:
@@ -97,7 +97,7 @@ CASES = {
 @pytest.mark.parametrize("script, name", [*((grpo, name) for name in CASES), *(
     (ppo, name) for name in ("checkpointing", "lora"))])
 def test_no_device_is_mixed_and_every_gradient_is_there(script, name, folder, monkeypatch):
-    flags = {k: v for k, v in CASES[name].items() if k in plan.flags(script.Args())}
+    flags = {k: v for k, v in CASES[name].items() if k in values_of(script.Args())}
     grads = []
     step = model.Trained.step
 

@@ -10,11 +10,11 @@ import fakes
 import grpo
 import inputs
 import model as head
-import plan
 import rollout
 from errors import SettingsError
 from house import module
 from plan import GIB
+from settings import changed
 
 # ---- mistakes
 
@@ -48,7 +48,7 @@ def test_more_ranks_than_gpus_and_a_driver_that_is_too_old(monkeypatch):
 def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):
     gpus(monkeypatch, 1)
     with pytest.raises(SettingsError) as caught:
-        inputs.read_inputs(plan.changed(grpo.Args(), batch=0), 2, 2)
+        inputs.read_inputs(changed(grpo.Args(), batch=0), 2, 2)
     assert "1. 2 ranks on this machine need 2 GPUs" in str(caught.value)
     assert "--batch must be at least 1" in str(caught.value)
 

@@ -27,6 +27,7 @@ from live import Live
 from model_files import shape_from
 from plan import Memory
 from ranks import on_ranks, results
+from settings import changed
 from shapes import shape_of
 from tools import float64
 
@@ -38,7 +39,7 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 
 
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> Memory:
-    args = plan.changed(script.Args(), model=model_name, **flags)
+    args = changed(script.Args(), model=model_name, **flags)
     assert not plan.problems(args, ranks, n_rows)
     return Memory(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
 
@@ -132,7 +133,7 @@ def test_what_the_page_says_makes_a_part_smaller(part, change):
     (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6),
     (dict(batch=4096, group=8, max_num_seqs=4096), 0, None)])
 def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
-    args = plan.changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
+    args = changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
     shape = shape_of("tiny")
     # A block of vLLM has 128 tokens there.
     two_blocks = 256 * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
@@ -366,7 +367,7 @@ def test_a_budget_that_would_fit_holds_a_longest_row(failed, advice):
     (dict(update_tokens=2**20), "GiB free per rank, in training. The largest part is micro-batch")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
-    args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
+    args = changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
     if not said:
         assert "fits: " in inputs.read_inputs(args, 2, 2).plan.text()
         return

@@ -31,6 +31,7 @@ import ppo
 from dist import KEYS
 from house import module
 from model_files import family_of, shape_from
+from settings import changed
 from shapes import config_of
 
 LENGTH = 1024
@@ -172,7 +173,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         td.destroy_process_group()
     with torch.device("meta"):
         shape = shape_from(kind.from_config(config))
-    args = plan.changed(
+    args = changed(
         (ppo if critic else grpo).Args(), dtype={2: "bfloat16", 4: "float32"}[c],
         head_chunk=head_chunk, checkpointing=checkpointing,
         **{"lora_rank": rank} if rank else {}, **{"train_vision": True} if train_vision else {})

@@ -11,10 +11,10 @@ import pytest
 
 import grpo
 import inputs
-import plan
 from errors import SettingsError
 from examples import tiny
 from house import SCRIPTS, has, kept
+from settings import changed
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))
@@ -75,7 +75,7 @@ def test_a_rate_that_is_not_given_depends_on_the_models_size_and_not_on_its_name
     assert found.args.lr == 3e-4 and "mine, --lr 0.0003, reward: exact" in found.text()
     for size, rates in (370_000, small), (135_000_000, large):
         for more, times in ({}, 1), *([({"lora_rank": 8}, 10)] if has("lora") else []):
-            chosen = plan.changed(SCRIPTS[script].Args(), **more)
+            chosen = changed(SCRIPTS[script].Args(), **more)
             chosen.choose_rates(size)
             critic = [chosen.critic_args.critic_lr] if chosen.critic_args else []
             assert [chosen.lr, *critic] == [times * rate for rate in rates]

@@ -22,7 +22,6 @@ from transformers import (
 
 import losses
 import model
-import plan
 import ranks
 import reference
 import reference_losses
@@ -38,6 +37,7 @@ from reference_settings import (
     drawn,
     samples_of,
 )
+from settings import values_of
 from tools import float64
 
 lora = module("parts.lora.lora")
@@ -144,7 +144,7 @@ class Shipped:
 
     def module(self, kind, name: str, args, adapters=None):
         key = (kind, name, str(adapters), args.model_args.checkpointing,
-               plan.flags(args).get("freeze_router"))
+               values_of(args).get("freeze_router"))
         if key not in self.built:
             module = float64.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
                                    adapters=adapters)

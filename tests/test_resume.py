@@ -17,12 +17,12 @@ import checkpoint
 import faults
 import inputs
 import log
-import plan
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
 from house import QUIET, SCRIPTS, has, module, needs
+from settings import changed
 
 ROOT = Path(__file__).parent.parent
 FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
@@ -84,7 +84,7 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
     (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
-    fixed = checkpoint.fixed(plan.changed(SCRIPTS["grpo"].Args(), **now))
+    fixed = checkpoint.fixed(changed(SCRIPTS["grpo"].Args(), **now))
     if refused:
         with pytest.raises(SettingsError, match=refused):
             checkpoint.check(saved, now, fixed=fixed)
@@ -211,7 +211,7 @@ def with_date(tmp_path_factory) -> str:
 @needs("distill", "turns")
 def test_all_that_a_run_renders_has_its_date(with_date):
     """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
-    args = plan.changed(
+    args = changed(
         SCRIPTS["distill"].Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
         max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
         reply=str(ROOT / "examples/again.py:reply"))

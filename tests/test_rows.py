@@ -11,12 +11,12 @@ import pytest
 import data
 import flags
 import inputs
-import plan
 import rewards
 from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
 from house import module, needs
+from settings import changed
 from worker import Part
 
 sft = module("sft")
@@ -175,7 +175,7 @@ def test_a_comment_of_the_template_reads_nothing(tmp_path):
 @needs("sft", "turns")
 def test_switches_of_the_template_need_one_turn(tmp_path):
     row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
-    args = plan.changed(sft.Args(), reply="x.py:f")
+    args = changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
         args.turn_args.inspect(args, files, [of(asked, row, tmp_path)])

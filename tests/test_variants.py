@@ -13,6 +13,7 @@ import grpo
 import plan
 import ranks
 from errors import SettingsError
+from settings import changed
 from test_losses import (
     BOUNDS,
     advantages,
@@ -72,7 +73,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     (tmp_path / "torn.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     flags.own.cache_clear()
-    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **settings), 1)
+    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **settings), 1)
     assert words in found
 
 

@@ -12,10 +12,11 @@ from dist import cut, peak_memory
 from errors import SettingsError
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
+from settings import Flags
 
 
 @dataclass
-class TrialArgs:
+class TrialArgs(Flags):
     """The largest micro-batches."""
     try_worst_case: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""

@@ -20,6 +20,7 @@ from house import kept, module, needs
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
+from settings import changed
 from shapes import shape_of
 from tools import float64
 
@@ -79,7 +80,7 @@ def test_the_plan_counts_a_larger_teacher():
     small, large = (shape_of(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B"))
 
     def total(teacher=None, **flags):
-        made = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
+        made = plan.Plan(changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
         found = TeacherMemory(made, replace(small, reference=teacher), 80 * plan.GIB)
         return found.parts, {phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
@@ -102,13 +103,13 @@ SMALL = dict(update_tokens=256, score_tokens=256, max_tokens=24, max_prompt_toke
 def arguments(**flags):
     values = dict(teacher="x", dtype="float64", lr=1e-3, group=4, max_grad_norm=0.0,
                   update_tokens=1 << 20, score_tokens=1 << 20, max_tokens=24)
-    return plan.changed(distill.Args(), **values | flags)
+    return changed(distill.Args(), **values | flags)
 
 
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
     found, shipped = {}, head.divergence
-    for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
+    for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
             model.build(model.LogprobModel, folder, world, args.model_args),

@@ -19,6 +19,7 @@ from families import ROOT
 from model_files import shape_from
 from parts.lora import lora
 from ranks import results, script
+from settings import changed
 from shapes import shape_of
 
 
@@ -116,7 +117,7 @@ def test_adapters_start_alike_on_any_layout(tmp_path):
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_the_plan_counts_the_adapters(tmp_path, name):
     families.make(name, str(tmp_path))
-    lm, args = model.skeleton(str(tmp_path)), plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
+    lm, args = model.skeleton(str(tmp_path)), changed(grpo.Args(), lora_rank=4, lr=1e-3)
     shape = shape_from(lm)
     lora.put_in(lm, args.lora_args, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
@@ -134,7 +135,7 @@ def test_the_plan_counts_the_adapters(tmp_path, name):
      "adapter. Would work: --lora_sync merged, which needs none."),
     (dict(lora_rank=600, lora_sync="merged"), None)])
 def test_refusals(options, sentence):
-    args = plan.changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
+    args = changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
     found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == bool(sentence) and (not sentence or sentence in found[0])
 
@@ -142,7 +143,7 @@ def test_refusals(options, sentence):
 def test_a_model_without_linear_layers_is_refused(tmp_path):
     families.make("GPT-2", str(tmp_path))
     shape = shape_from(model.skeleton(str(tmp_path)))
-    args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
+    args = changed(grpo.Args(), lora_rank=4, lr=1e-3)
     assert plan.problems(args, 1, shape=shape)[0].startswith("--lora_rank finds no")
 
 

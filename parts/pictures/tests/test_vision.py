@@ -39,6 +39,7 @@ from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from ranks import results, script
 from rewards import Score
+from settings import changed
 from shapes import shape_of
 from tools import float64
 
@@ -233,7 +234,7 @@ def test_a_limit_scales_every_picture_down(folder):
     (dict(train_vision=True), None), (dict(lora_rank=4), None), (dict(max_image_tokens=9), None)])
 def test_settings_that_are_refused(folder, flags, words):
     shape = shape_from(model.skeleton(str(folder / "one")))
-    args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
+    args = changed(grpo.Args(), **dict(lr=1e-3) | flags)
     found = plan.problems(args, 1, shape=shape)
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
@@ -306,7 +307,7 @@ def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, n
 def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
-    lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
+    lm, args = model.skeleton(source), changed(distill.Args(), teacher=teacher)
     seeing.find_eyes(args, lm.config, source, str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
     AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
@@ -316,14 +317,14 @@ def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
 
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
 def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
-    args = plan.changed(grpo.Args(), lr=1e-3, **flags)
+    args = changed(grpo.Args(), lr=1e-3, **flags)
     found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == 1 and re.search("needs a model that sees|--model sees no pict", found[0])
     read(folder, {"prompt": "q", "image": "a.png"})
     tokenizer = tiny.make_tokenizer()  # a fresh clone has no runs/tiny
     for part in tokenizer, tiny.make_model(tokenizer):
         part.save_pretrained(folder / "plain")
-    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
+    args = changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
     with pytest.raises(SettingsError, match="row 0 .*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
@@ -338,7 +339,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
     assert (shape.tower.params, shape.tower.layer) == (
         tower, sum(p.numel() for p in layer.parameters()))
     for trained in False, True:
-        args = plan.changed(grpo.Args(), train_vision=trained)
+        args = changed(grpo.Args(), train_vision=trained)
         parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
         moments.append(parts["moments"][1])
         assert parts["weights"][1] == 4 * shape.params
@@ -429,7 +430,7 @@ def updates(world, folder: Path) -> list:
     found, samples = [], fabricate(folder)
     for trains, budget, again in ((False, 1000, False), (True, 1000, False), (True, 90, True),
                                   (False, 90, False)):
-        args = plan.changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
+        args = changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
                             update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
                             train_vision=trains)
         module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
@@ -463,7 +464,7 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
 def tried(world, folder: Path) -> tuple[list[int], int, int]:
     """What the tower saw in each forward of the worst case, tiles or patches; those of a picture;
     tokens of a row with one."""
-    args = plan.changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
+    args = changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
                         score_tokens=480, minibatches=2)
     module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = model.Policy(module, world, args.model_args, args.optimizer_args)

@@ -17,13 +17,13 @@ import dist
 import families
 import grpo
 import model
-import plan
 import run
 from checkpoint import export_model
 from house import module
 from parts.pictures import engine as pictured
 from parts.pictures import seeing
 from rollout import Engine, EngineArgs, Request
+from settings import changed
 from test_vision import fabricate, in_float64, naive
 
 lora = module("parts.lora.lora")
@@ -70,7 +70,7 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
         kind, _, made_of = lora.kinds(adapters, source, source)
     module = model.build(kind, source, world, weights)
     policy = made_of(module, world, weights, model.OptimizerArgs(),
-                     plan.changed(grpo.Args(), train_vision=not rank))
+                     changed(grpo.Args(), train_vision=not rank))
     made = fabricate(path)
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
     engine = engine_of(source, world, policy, rows, int(tp),

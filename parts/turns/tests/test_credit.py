@@ -20,6 +20,7 @@ import plan
 from batch import Batch, Completion, Micro, Sample
 from errors import SettingsError
 from rewards import Score
+from settings import changed
 from test_losses import F64, close, gradient, variant
 
 TURNS = [(2,), *itertools.product((0, 1), (0, 1, 2))]  # all that a turn may be
@@ -157,7 +158,7 @@ def advantages(tmp_path, per: str, result: str, batch: Batch, reward=("turns:0.5
     code = SEES.replace("arange(4)", f"arange({len(batch.samples)})")
     path = tmp_path / f"sees_{len([*tmp_path.iterdir()])}.py"
     path.write_text(code.format(per=per, result=result or None))
-    args = plan.changed(grpo.Args(), advantage=f"{path}:{name}", group=2, reward=reward)
+    args = changed(grpo.Args(), advantage=f"{path}:{name}", group=2, reward=reward)
     assert args.needs_old_logprobs == (name == "f")
     old = torch.arange(int(batch.tokens.sum())).float()
     return grpo.compute_advantages(args, batch, batch.tokens, old, None)
@@ -199,10 +200,10 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
     """gmpo has one ratio for a completion. It is known before anything loads."""
     flags = dict(advantage=variant("turn_credit"), loss=variant("gmpo"), reward=("turns",),
                  reply="examples/doors.py:Doors")
-    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1)
+    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **flags), 1)
     assert "turn_credit.py:turn_credit has an advantage for each token" in found
     flags |= dict(loss="gspo")
-    assert plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1) == []
+    assert plan.problems(changed(grpo.Args(), lr=1e-6, **flags), 1) == []
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -214,7 +215,7 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
     (dict(name="pass_at_k", overlong_buffer=8), "--overlong_buffer subtracts from them")])
 def test_settings_that_do_not_fit_are_one_sentence(flags, words):
     flags["advantage"] = variant(flags.pop("name"))
-    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1)
+    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **flags), 1)
     assert words in found
 
 
