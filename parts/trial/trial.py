@@ -24,12 +24,12 @@ class TrialArgs(Flags):
 
 def try_worst_case(run):
     """--try_worst_case: the largest micro-batch of each phase."""
-    wanted = run.args.trial_args.try_worst_case
-    if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
+    wanted = run.args.parts.trial.try_worst_case
+    if run.args.eval_args.eval_only or wanted == "off" or (
+            wanted == "auto" and run.world.device.type != "cuda"):
         return
-    row_of = run.policy.family.largest(run.inputs.rows, text_row)
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
-                           run.reference, run.critic, row_of)
+                           run.reference, run.critic)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
     run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
