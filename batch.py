@@ -13,7 +13,7 @@ A micro-batch is one input with each prompt once. Its completions attend to it, 
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
 
 All prompts come first, then all completions without their last tokens, which predict nothing. A
-row's attention is what it was: this changes no log-prob (bench/packing.py).
+row's attention is what it was: this changes no log-prob (bench/learn.py).
 """
 import math
 from collections import defaultdict
@@ -261,29 +261,27 @@ class Batch:
         rows = list(range(len(self.sizes)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
-    def micros(self, world: World, rows: list[int], budget: int, phase: str,
-               learns=None) -> list["Micro"]:
-        """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks. Rows
-        without a gradient come last, in others. learns (N,) bool: those with one; None: all."""
-        micros = []
-        for has_grad in True, False:
-            part = [row for row in rows if has_grad == (learns is None or bool(learns[row]))]
-            if part or has_grad:  # without a row too: the optimizer needs a gradient, even if 0
-                lanes = balance([self.sizes[row] for row in part], world.size, budget)
-                micros += [Micro(self, [part[i] for i in micro], world.device, has_grad)
-                           for micro in lanes[world.rank]]
+    def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
+        """Packs `rows` → this rank's micro-batches, of at most `budget` tokens each. Every rank
+        gets as many, and at least one: without a row it has the gradient 0, which the optimizer
+        needs. A collective."""
+        lanes = balance([self.sizes[row] for row in rows], world.size, budget)
+        micros = [Micro(self, [rows[i] for i in lane], world.device) for lane in lanes[world.rank]]
         world.same_phase(phase, len(micros))
         return micros
 
-    def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
-        """forward(micro) → (n,), without gradient, over all rows → (M,) on every rank."""
-        micros = self.micros(world, range(len(self.sizes)), budget, phase)
+    def score(self, world: World, budget: int, phase: str, forward, among=None) -> torch.Tensor:
+        """Computes forward(micro) → (n,), without gradient, of the rows `among` (N,) bool, by
+        default of all → (M,) on every rank. The tokens of other rows have NaN. A collective."""
+        among = torch.ones_like(self.scored) if among is None else among
+        micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
         with torch.no_grad():
             found = [forward(micro).cpu() for micro in micros]
         scores = found[0].new_zeros(int(self.tokens.sum()))
         for micro, values in zip(micros, found, strict=True):
             scores[micro.places] = values
-        return world.sum(scores)  # one rank computed each row, the others add zero
+        world.sum(scores)  # one rank computed each row, the others add zero
+        return torch.where(self.of_rows(among), scores, math.nan)
 
     def note_advantages(self, advantages, loss_tokens) -> None:
         """(M,): each sample gets its own, and their mean if it is in the loss."""
@@ -303,8 +301,8 @@ class Micro:
     The output at token `source` predicts the id `target`. `pack` alone makes this shift by one.
     """
 
-    def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
-        self.batch, self.rows, self.device, self.learns = batch, rows, device, learns
+    def __init__(self, batch: Batch, rows: list[int], device: torch.device):
+        self.batch, self.rows, self.device = batch, rows, device
         done = [batch.samples[row].completion for row in rows] or [NOTHING]
         prompts = [batch.samples[row].prompt.row.prompt_ids for row in rows] or [[0]]
         owners = [batch.sizes[row][0] for row in rows] or [0]
@@ -344,13 +342,15 @@ GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine
 
 
 class Meter:
-    """Means of per-token metrics, with the loss's own weights. Its sums stay on the device."""
+    """Means of per-token metrics over the tokens that are added, with the loss's own weights. Its
+    sums stay on the device."""
 
     def __init__(self, world: World):
         self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
         self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
         self.norms: list[float] = []  # gradient norm of each optimizer step
-        self.skipped = 0  # minibatches without a token to learn from
+        self.skipped = 0  # minibatches without a token in the loss
+        self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
 
     def add(self, weights, metrics):
         """One micro-batch: metrics {name: (n,)}, to average with weights (n,)."""
@@ -369,7 +369,8 @@ class Meter:
         sums = [float(x) for x in (self.weight, *self.sums.values())]
         weight, *sums = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         for name, value in zip(self.sums, sums, strict=True):
-            out[name if "/" in name else prefix + name] = value / (weight or 1.0)
+            over = self.in_loss if name.startswith("loss/") else 0.0  # what is not added has loss 0
+            out[name if "/" in name else prefix + name] = value / (over or weight or 1.0)
         if GAP in self.sums:
             out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
         return out
@@ -384,7 +385,9 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
         "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / (seconds or math.inf),
         "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
-        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done)}
+        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
+        # The expectation of -log π(token) is the entropy of π, so this needs no logits.
+        "policy/entropy": -sum(float(c.logprobs.sum(dtype=float)) for c in done) / max(1, tokens)}
     for name in scores[0].parts:
         values = [s.parts[name] for s in scores if s.parts[name] is not None]
         if values:

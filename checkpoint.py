@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import log
 from dist import World
 from errors import SettingsError
-from log import NotWritten, read, whole_folder, writing
+from log import NotWritten, not_written, read, whole_folder, writing
 from model import Policy, Trained, compute_dtype, skeleton
 from model_files import FILES, config_of, names_in_files, weight_files
-from settings import groups, values_of
+from settings import groups, restored, values_of
 from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
@@ -57,8 +57,7 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
                      process_group=world.control)  # it calls fsync for each file
     except CheckpointException as error:  # on all ranks, with the failures of all ranks
         rank, (cause, *_) = next(iter(error.failures.items()))
-        raise NotWritten(f"{partial}/__{rank}_0.distcp cannot be written ({cause}). Would work: "
-                         f"space on the disk.") from None
+        raise not_written(f"{partial}/__{rank}_0.distcp", cause) from None
     check_shared(partial, world)
     if world.rank == 0:
         with writing(partial):
@@ -114,7 +113,32 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
     if step > args.steps:
         raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
                             f" Would work: --steps {step}, or more.")
-    return goes_on
+    return goes_on._replace(changed=goes_on.changed + consequences(args, saved.state))
+
+
+def consequences(args, state: dict) -> list[str]:
+    """A line for each rate and weight of the steps to come that other flags than before change: in
+    the next step and in the last one, and what it was in the step before."""
+    step, lines = state["step"], []
+    before = restored(args, state["settings"])
+    ahead = [(args.rates(s), before.rates(s)) for s in range(step, args.steps)]
+    was = before.rates(step - 1)
+    for name in dict.fromkeys([*was, *args.rates(step)]):
+        if any(new.get(name) != old.get(name) for new, old in ahead):
+            first, last = (ahead[i][0].get(name, 0.0) for i in (0, -1))
+            then = "" if first == last else f", {last:.3g} in step {args.steps}"
+            lines.append(f"{name} is {first:.3g} in step {step + 1}{then} (it was "
+                         f"{was.get(name, 0.0):.3g} in step {step})")
+    if (coef := kl_coef(args, state)) != state.get("kl_coef", coef):
+        lines.append(f"kl_coef is {coef:.3g} in step {step + 1} (it was {state['kl_coef']:.3g})")
+    return lines
+
+
+def kl_coef(args, state: dict) -> float:
+    """Of the next step. An adapted one goes on, unless --kl_reward_coef is another one."""
+    given = getattr(args, "kl_reward_coef", 0.0)
+    adapts = getattr(args, "kl_target", None)
+    return state["kl_coef"] if adapts and given == state["settings"]["kl_reward_coef"] else given
 
 
 def find(folder: Path, world: World) -> Saved | None:
@@ -140,13 +164,18 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
     before = was.get("row_digests", rows)  # an older checkpoint has none
     if not wrong and rows != before:
         first = next(new for new, old in zip(rows, before, strict=True) if new != old)[0]
-        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or a file of it"]
+        wrong = [f"row {first + 1} of --data differs, or its prompt or a file of it"]
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Would work: those of before, or another --name.")
     return saved._replace(changed=[
-        f"resumed with {'--' if name in flags else ''}{name} {now[name]} (was {was[name]}) from "
-        f"step {saved.state['step'] + 1} on" for name in changed])
+        f"resumed with {'--' if name in flags else ''}{name} {words(now[name])} (was "
+        f"{words(was[name])}) from step {saved.state['step'] + 1} on" for name in changed])
+
+
+def words(value):
+    """A flag's value, as a person writes it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 # ---- what a run is made of ----
@@ -245,7 +274,7 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
             if ".index." not in path.name:
                 there = unfinished / path.relative_to(source)
                 there.parent.mkdir(exist_ok=True)
-                shutil.copy(path, there)
+                shutil.copyfile(path, there)  # a cache's files may be read-only
         save_torch_state_dict(weights, unfinished)
         write_ends(unfinished, ends)
 

@@ -10,8 +10,10 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +45,11 @@ def not_null(columns: dict) -> dict:
     """Without None and NaN."""
     return {column: value for column, value in columns.items()
             if value is not None and value == value}  # NaN differs from itself
+
+
+def first_of(names: tuple[str, ...], columns: dict) -> str | None:
+    """The first of these names that is a column with a value. None: there is none."""
+    return next((name for name in names if name in not_null(columns)), None)
 
 
 def from_json(value):
@@ -122,9 +129,12 @@ def call_of(stored) -> dict:
 # ---- what the chat template gets ----
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """The text that the chat template makes of them. SettingsError: it raises."""
+    """The text that the chat template makes of the messages. Its `strftime_now` is the tokenizer's
+    `clock`, which inputs.py sets to when the run began. SettingsError: it raises."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, **options, **more,
+            strftime_now=getattr(tokenizer, "clock", datetime.now().strftime))
     except (TemplateError, TypeError) as error:
         raise SettingsError(f"the chat template: {error}") from error
 
@@ -215,6 +225,13 @@ class Row:
     columns: dict
     source: str  # `data_source`, or the name
     finished: bool = False  # its text was a rendered chat already
+    # {"prompt": the column that it comes from, …}; None: the row has none.
+    read: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """What a message calls it: counted from 1, as an editor counts lines."""
+        return self.index + 1
 
     def digested(self, of_file) -> list:
         """All that the loop gets. of_file: the digest of a file beside the data, by its path."""
@@ -269,8 +286,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         try:
             row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
-            raise SettingsError(
-                f"{spec}, row {index} (counted from 0): {one_line(error)}") from error
+            raise SettingsError(f"{spec}, row {index + 1}: {one_line(error)}") from error
         if row:
             rows.append(row)
     if not rows:
@@ -291,7 +307,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
              args: DataArgs) -> Row | None:
     """A row as the model sees it. None: it asks nothing."""
     columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
-    messages, answer = messages_of(columns, args), answer_of(columns)
+    messages, (column, answer) = messages_of(columns, args), answer_of(columns)
     if not messages:
         return None
     options, markers = options_of(columns, messages, tokenizer), ("<|im_start|>", *marks.begins)
@@ -304,7 +320,9 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
     # A chat template writes the BOS itself.
     plain = tokenizer.chat_template is None and not finished
     ids = prompt_ids(text, tokenizer, plain)
-    return Row(index, text, ids, answer, columns, source, finished)
+    asked = "--prompt_template" if args.prompt_template else first_of((*PROMPTS, *CHATS), columns)
+    return Row(index, text, ids, answer, columns, source, finished,
+               {"prompt": asked, "answer": column if str(answer).strip() else None})
 
 
 def one_line(error) -> str:
@@ -379,9 +397,9 @@ def read_json(text: str) -> list[dict]:
     while (at := space.match(text, at).end()) < len(text):
         found, at = decoder.raw_decode(text, at)  # an error names line and column
         rows += found if isinstance(found, list) else [found]
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"row {i} (counted from 0) is not a JSON object")
+            raise ValueError(f"row {i} is not a JSON object")
     return rows
 
 
@@ -424,7 +442,7 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
 def messages_of(columns: dict, args: DataArgs) -> list[dict]:
     """The chat of a row; []: it asks nothing."""
     there, template = not_null(columns), args.prompt_template
-    column = next((name for name in (*PROMPTS, *CHATS) if name in there), None)
+    column = first_of((*PROMPTS, *CHATS), there)
     if not column and columns.keys() & {*PROMPTS}:
         return []
     messages = chat_of(column, there[column], "user") if column else []
@@ -454,16 +472,15 @@ def messages_of(columns: dict, args: DataArgs) -> list[dict]:
     return messages
 
 
-def answer_of(columns: dict):
-    """The right answer of a row, or None."""
-    there = not_null(columns)
-    verl = there.get("reward_model")
+def answer_of(columns: dict) -> tuple[str | None, object]:
+    """The column of a row's right answer, and the answer. (None, None): the row has none."""
+    verl = columns.get("reward_model")
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
-        return verl["ground_truth"]
-    column = next((name for name in ANSWERS if name in there), None)
-    answer = there.get(column)
+        return "reward_model", verl["ground_truth"]
+    column = first_of(ANSWERS, columns)
+    answer = columns.get(column)
     box = last_boxed(answer) if column == "solution" and isinstance(answer, str) else None
-    return box or answer
+    return ("the last box of solution", box) if box else (column, answer)
 
 
 def fill_template(template: str, columns: dict) -> str:
@@ -524,12 +541,17 @@ class Marks(NamedTuple):
     begins: list[str]  # of a chat or a message
     end: list[str]  # the one, if any, that ends the assistant's
     silent: list[str]  # all that begin, end or pad: no words
+    normal: Callable[[str], str] = str  # the tokenizer's normalizer, such as NFKC
 
     def check(self, said) -> None:
-        """SettingsError: what is said (messages, schemas) holds one of `silent`."""
+        """SettingsError: what is said (messages, schemas) holds one of `silent`, or the tokenizer's
+        normalizer makes one of it."""
         text = json.dumps(said, ensure_ascii=False, default=str)
+        texts = text, self.normal(text)
         for mark in self.silent:
-            if json.dumps(mark, ensure_ascii=False)[1:-1] in text:  # a quote in it is \" there
+            forms = [json.dumps(form, ensure_ascii=False)[1:-1]  # a quote in it is \" there
+                     for form in (mark, self.normal(mark).strip("▁") or mark)]
+            if any(form in text for form in forms for text in texts):
                 raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
                                     "this model. Would work: without it.")
 
@@ -560,8 +582,8 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
         """What comes first before, between and after messages: tokens, with a role among them."""
         text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
         if tokenizer.chat_template:
-            with suppress(TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
-                text = tokenizer.apply_chat_template(chat, tokenize=False)
+            with suppress(SettingsError, ValueError, KeyError):  # it takes no such chat
+                text = templated(chat, tokenizer, {})
         runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
                 for part in text.split("QX7")]
         return [re.findall(token, run) for run in runs] + [[]] * 3
@@ -573,4 +595,6 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
     begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
     silent = {*begins, *end, *texts_of(eos_ids, tokenizer), tokenizer.eos_token,
               tokenizer.pad_token}
-    return Marks(begins, end, [t.content for t in known if t.content in silent])
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: it is not of `tokenizers`
+    normal = backend.normalizer.normalize_str if backend and backend.normalizer else str
+    return Marks(begins, end, [t.content for t in known if t.content in silent], normal)

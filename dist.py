@@ -21,7 +21,7 @@ import torch
 import torch.distributed as td
 from torch.distributed.rendezvous import rendezvous
 
-from errors import Mistakes, SettingsError
+from errors import Mistakes, SettingsError, tell
 
 KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: batch.py
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
@@ -223,9 +223,19 @@ def place():
         os.environ.setdefault(name, ALONE[name])
 
 
+def quiet_torch():
+    """torch's C++ prints errors alone, unless TORCH_CPP_LOG_LEVEL says more: it would warn of each
+    binding to a memory node. It read the variable when it was imported, so it is asked again."""
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+        library._ZN3c1011initLoggingEv()  # c10::initLogging()
+
+
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
     place()
+    quiet_torch()
     local_rank, local_size = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
     if td.is_torchelastic_launched():  # a torchrun that is killed must leave no rank behind
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG
@@ -289,8 +299,7 @@ def run(main, *args):
         status = 130
         if os.environ.get("RANK", "0") == "0":
             again = World.joined and World.joined.again
-            print(f"interrupted. This goes on: {again}" if again else "interrupted",
-                  file=sys.stderr)
+            tell(f"interrupted. This goes on: {again}" if again else "interrupted", sys.stderr)
     except BaseException as error:
         status = error.status if isinstance(error, SettingsError) else 1
         say_why(error, report)
@@ -312,5 +321,5 @@ def say_why(error: BaseException, report):
     elif ("/gloo/" in str(error) and "by peer" in str(error)
           and os.environ.get("WORLD_SIZE", "1") != "1"):
         said = f"[rank {rank}] ends because another rank ended ({error})"
-    print(said, file=sys.stderr)
+    tell(said, sys.stderr)
     report.record_exception(error)

@@ -133,18 +133,18 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
     # Update:   L = sum_it weight_it * (-min(r_it A_it, clip(r_it, ...) A_it) + coef * D_it)
     #   D_it = the divergence of π(. | prefix) from π_T(. | prefix), with --divergence
-    meter, learns = Meter(world), (batch.of_tokens(advantages.abs()) > 0) | exact  # (N,)
+    meter = Meter(world)
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
             batch.tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=torch.tensor(rows) // args.group)
         with phase("update"):
-            for theirs in seen.micros(world, rows, args.update_tokens, "update", learns):
-                micro = Micro(batch, theirs.rows, theirs.device, theirs.learns)  # same tokens
+            for theirs in seen.micros(world, rows, args.update_tokens, "update"):
+                micro = Micro(batch, theirs.rows, theirs.device)  # same tokens
                 formula = args.formula(reference, theirs)
-                logp, entropy, *divergence = policy.logprobs(
-                    micro, args.temperature, "value", formula)  # (n,) each
+                logp, _, *divergence = policy.logprobs(
+                    micro, args.temperature, formula=formula)  # (n,) each
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
                 A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
@@ -152,7 +152,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy,
+                details |= {"loss/policy": loss,
                             "rollout/logprob_gap_mean": (old - engine).abs(),
                             "teacher_kl": old - micro.take(teacher_logprobs)}
                 if exact:

@@ -1,4 +1,6 @@
 """errors.py: mistakes in the settings, as sentences for the user."""
+import os
+import sys
 from contextlib import contextmanager
 
 
@@ -36,3 +38,28 @@ class Mistakes(list):
         if self:
             lines = [f"{number}. {text}" for number, text in enumerate(self, 1)]
             raise SettingsError("\n  ".join([f"{len(self)} problems:", *lines]))
+
+
+# ---- the output ----
+
+def tell(text: str, stream=None) -> None:
+    """Prints a line. Where it cannot be written (`| head`, a terminal that closed, a full disk
+    behind it), this and all later output of the stream is dropped: it ends no run."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def command(main, *args) -> None:
+    """Runs main(*args) of a tool, then exits. A SettingsError is its text alone. If the reader of
+    the output left (`| head`), the status is that of SIGPIPE, 141."""
+    try:
+        status = main(*args)
+        sys.stdout.flush()
+    except SettingsError as error:
+        status = f"error: {error}"
+    except BrokenPipeError:
+        os._exit(141)
+    sys.exit(status)

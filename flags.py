@@ -25,12 +25,13 @@ import part
 from data import DataArgs, Row, load, make_row
 from errors import Mistakes, SettingsError
 from evaluate import EvalArgs
-from model import ModelArgs, OptimizerArgs
+from log import read
+from model import ModelArgs, OptimizerArgs, learning_rate
 from part import ask, wrapped
 from plan import Memory, PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
-from settings import Count, Flags, Number, Positive, Range, not_default
+from settings import Count, Flags, Number, Positive, Range, not_default, restored
 from worker import ROOT, load_file
 
 # ---- the flags of the loss ----
@@ -111,6 +112,7 @@ class Own(NamedTuple):
     function: Callable
     refuses: Callable | None = None  # args -> why they do not fit it, or None
     per: str = "completion"  # or token: what an advantage has a number of
+    least: int = 1  # scored completions that an advantage needs in a group
     uses_old: bool = False  # it takes old_logprobs
 
 
@@ -118,7 +120,7 @@ class Own(NamedTuple):
 def own(flag: str, spec: str) -> Own:
     """What --loss or --advantage names. SettingsError if it cannot be loaded."""
     if spec in NAMES[flag]:
-        return Own(NAMES[flag][spec])
+        return Own(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
     path, name = find(flag, spec)
     try:
         module = load_file(path)
@@ -138,7 +140,7 @@ def own(flag: str, spec: str) -> Own:
     if flag == "loss":
         try_loss(spec, function)
     return Own(function, getattr(module, "refuses", None), getattr(module, "PER", "completion"),
-               "old_logprobs" in signature.parameters)
+               getattr(module, "LEAST", 1), "old_logprobs" in signature.parameters)
 
 
 def try_loss(spec: str, function: Callable):
@@ -173,9 +175,6 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
 
 def rules(args):
     """Yields a sentence for what does not fit --loss or --advantage."""
-    if args.group == 1 and args.advantage != "reinforce++":
-        yield (f"--advantage {args.advantage} compares the completions of a prompt, so --group "
-               f"must be at least 2 (got 1). With one completion: --advantage reinforce++.")
     updates = args.minibatches * args.epochs
     if args.loss == "reinforce" and updates > 1:
         yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
@@ -191,6 +190,9 @@ def rules(args):
         if flag == "loss" and "others" in takes:  # it names what it uses
             yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
+        if flag == "advantage" and args.group < one.least:
+            yield (f"--advantage {spec} compares the completions of a prompt, so --group must be "
+                   f"at least {one.least} (got {args.group}). With fewer: --advantage reinforce++.")
         if refused := one.refuses and one.refuses(args):
             yield f"--{flag} {spec} {refused} Would work: --{flag} {next(iter(names))}."
 
@@ -303,6 +305,20 @@ class CommonArgs(Flags):
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
+    def rates(self, step: int) -> dict[str, float]:
+        """What flags that a resume may change give a step, counted from 0."""
+        def rate(peak: float) -> float:
+            return learning_rate(step, self.steps, peak, self.optimizer_args)
+
+        found = {"lr": rate(self.lr)}
+        if critic := self.critic_args:
+            waits = step < critic.critic_warmup_steps
+            found = {"lr": 0.0 if waits else rate(self.lr), "critic_lr": rate(critic.critic_lr)}
+        for spec in self.reward:
+            name, weight = re.fullmatch(r"(.+?)(?::([-+.\de]+))?", spec).groups()
+            found[f"the weight of {name}"] = float(weight or 1)
+        return found
+
     def find_reference(self, files, sketches: str | None):
         """files, an inputs.ModelFiles, with what is needed of a reference model. sketches: see
         inputs.find_model."""
@@ -350,19 +366,41 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
 """
 
 
+OF_A_CALL = frozenset("eval_only name ranks resume".split())  # not of the run that it names
+
+
 def parse(kind: type, description: str):
-    """The command line → Args."""
-    said, mistakes = io.StringIO(), Mistakes()
+    """The command line → Args. If --name is a run that is there, flags that are not given have its
+    values."""
+    mistakes, words = Mistakes(), sys.argv[1:]
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    args = mistakes.attempt(parse_words, kind, description, words)
+    path = Path("runs", args.name, "args.json") if args and args.name else None
+    if path and path.is_file():
+        kept = mistakes.attempt(read, path)
+        if kept and kept.get("script") == kind.script:
+            args = mistakes.attempt(parse_words, kind, description, words,
+                                    default=restored(kind(), kept, OF_A_CALL))
+    if mistakes:
+        dist.run(mistakes.stop)  # prints and ends
+    return args
+
+
+def parse_words(kind: type, description: str, words: list[str], **options):
+    """The words → Args. SettingsError: what tyro says of them, or those of other systems."""
+    said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(kind, description=TEN + description, use_underscores=True,
-                            config=(tyro.conf.OmitArgPrefixes,))
+            return tyro.cli(kind, description=TEN + description, args=words, use_underscores=True,
+                            config=(tyro.conf.OmitArgPrefixes,), **options)
     except BrokenPipeError:  # --help | head
         os._exit(0)
     except SystemExit as end:
-        if end.code:  # 0: --help
-            theirs = [text for found in ask("unknown", sys.argv[1:]) for text in found]
-            mistakes.append("\n".join(["", *theirs, said.getvalue().rstrip()]))
-    dist.run(mistakes.stop)  # prints and ends
+        if not end.code:  # --help
+            dist.run(Mistakes().stop)
+        for found, rest in ask("unknown", words):
+            mistakes = Mistakes(found)
+            mistakes.attempt(parse_words, kind, description, rest, **options)
+            mistakes.stop()
+        raise SettingsError(f"\n{said.getvalue().rstrip()}") from None

@@ -63,10 +63,14 @@ class Args(flags.LossArgs, CommonArgs):
     script: ClassVar[str] = "grpo.py"
 
     @property
+    def advantage_uses_old(self) -> bool:
+        """Whether an advantage depends on log-probs from before the update."""
+        return self.kl_reward_coef > 0 or flags.own("advantage", self.advantage).uses_old
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether something needs old_logprobs before the update."""
-        return (self.minibatches * self.epochs > 1 or self.kl_reward_coef > 0
-                or flags.own("advantage", self.advantage).uses_old)
+        return self.minibatches * self.epochs > 1 or self.advantage_uses_old
 
     @property
     def needs_reference(self) -> bool:
@@ -133,35 +137,40 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
 
-    # Log-probs from before the update, if something needs them. With one update per rollout the
-    # update computes the same numbers itself, and the ratio is exactly 1.
-    old_logprobs = ref_logprobs = None  # (M,)
-    with phase("score"):
-        if args.needs_old_logprobs:
-            old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
-                                       lambda m: policy.logprobs(m, args.temperature)[0])
-        if args.needs_reference:
-            ref_logprobs = batch.score(world, args.score_tokens, "reference",
-                                       lambda m: reference.logprobs(m, args.temperature)[0])
+    def before_update(among=None):
+        """log π_old and log π_ref of the sampled tokens, (M,), None if nothing needs it. With one
+        update per rollout the update computes log π_old itself, and the ratio is exactly 1. among
+        (N,) bool: which completions; the others have NaN."""
+        needed = ((policy, "old logprobs", args.needs_old_logprobs),
+                  (reference, "reference", args.needs_reference))
+        with phase("score"):
+            return [batch.score(world, args.score_tokens, name, lambda micro, model=model:
+                                model.logprobs(micro, args.temperature)[0], among)
+                    if wanted else None for model, name, wanted in needed]
 
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
     # This is the default; `compute_advantages` has the others, some of them by token.
+    old_logprobs = ref_logprobs = None  # (M,)
+    if args.advantage_uses_old:
+        old_logprobs, ref_logprobs = before_update()
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
+
+    # A completion whose advantages are all 0 has the loss 0 for every weight, so it is in no pass:
+    # its `learns` is False. It still counts in the weights below. But a KL or entropy term acts on
+    # every token in the loss, and so may a loss of --loss FILE.py:NAME.
+    others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
+    size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
+    learns = ((size > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
+    if not args.advantage_uses_old:
+        old_logprobs, ref_logprobs = before_update(learns)
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
-    # A completion whose advantages are all 0 has no gradient, but it counts in these weights and
-    # in the metrics: its `learns` is False. `micros` puts such completions into micro-batches of
-    # their own, for which `logprobs` makes no graph and `backward` does nothing. But a KL or
-    # entropy term acts on every token, and so may a loss of --loss FILE.py:NAME.
-    meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
-    others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
-    learns = (size > 0) | others_act  # (N,) bool
+    meter = Meter(world)
     policy_loss = flags.own("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
@@ -169,13 +178,15 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         weights[rows] = losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
-        rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
-        if not rows:  # there is no loss, so there is no optimizer step
+        if not weights.any():  # there is no loss, so there is no optimizer step
             meter.skipped += 1
             continue
+        meter.in_loss += float(weights @ loss_tokens.double())
+        rows = [r for r in rows if learns[r]]  # none: the gradient is 0, and momentum goes on
         with phase("update"):
-            for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
-                logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
+            for micro in batch.micros(world, rows, args.update_tokens, "update"):
+                logp, entropy = policy.logprobs(
+                    micro, args.temperature, args.entropy_coef != 0)  # (n,)
                 old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()
                 A = micro.take(advantages).to(logp.dtype)  # (M,) → (n,)
                 w = micro.of_rows(weights)  # (N,) → (n,)
@@ -187,24 +198,24 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy,
-                            "rollout/logprob_gap_mean": (old - engine).abs()}
+                details |= {"loss/policy": loss, "rollout/logprob_gap_mean": (old - engine).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
                         logp, micro.take(ref_logprobs), kind=args.kl_estimator, old=old)
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
+                    details["loss/entropy"] = entropy
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
                 meter.add(w, details)
-            meter.norms.append(policy.step(lr))  # also if the gradient is 0: momentum goes on
+            meter.norms.append(policy.step(lr))
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     """How many tokens of each completion are in the loss, (N,), and why some have none."""
     scored = batch.scored  # (N,) bool
-    least = 1 if args.advantage == "reinforce++" else 2  # scored ones that a group must have
+    least = flags.own("advantage", args.advantage).least  # scored ones that a group must have
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & paired & ~cut  # (N,)

@@ -1,6 +1,9 @@
 """inputs.py: what a run works with, found before weights load: model, tokenizer, rows."""
+import json
 import os
 import re
+import shutil
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,10 +19,11 @@ import model
 import model_files
 import rewards
 from data import eos_ids
-from errors import Mistakes, SettingsError, as_sentence
+from errors import Mistakes, SettingsError, as_sentence, tell
 from model_files import shape_from
 from part import ask
-from plan import GIB, Plan, Shape, problems
+from plan import GIB, Plan, Shape, count, problems
+from verifiers import number_of
 
 
 @dataclass
@@ -44,7 +48,7 @@ def show_plan(args) -> int:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
     planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
-    print(found.plan.text())
+    tell("\n  ".join([found.plan.text(), *found.notes]))
     return int(found.shape.fused and not planned.fits)
 
 
@@ -86,7 +90,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     """
     (needs, waits), notes = check_flags(args, ranks, local_size), []
     folder, lm, tokenizer = open_model(args.model, "model", sketches)
-    tokenizer.chat_template = dated(tokenizer.chat_template, began)
+    tokenizer.clock = (datetime.fromisoformat(began) if began else datetime.now()).strftime
     shape = shape_from(lm)
     ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, notes)
     files = ModelFiles(shape, tokenizer, folder, lm, ends)
@@ -94,8 +98,12 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     rows = args.load_rows("data", args.seed, files, notes)
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
+    check_tokenizer(tokenizer, folder, rows[:FIRST] + eval_rows[:FIRST])
+    notes += [f"--{flag} has {what_is_read(found)}"
+              for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
     rewards.check_rows(needs, everything if trains else eval_rows)
+    rewards.try_once(args, everything if trains else eval_rows, waits, notes)
     ask("check", args, files, everything)
     args.choose_rates(files.shape.params)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
@@ -115,6 +123,21 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
         found = mistakes.attempt(rewards.check, list(args.reward), args)
     mistakes.stop()
     return found
+
+
+# ---- the rows ----
+
+def what_is_read(rows: list[data.Row]) -> str:
+    """Which columns the run reads, each combination with its number of rows, and the answers that
+    several rows have and that are no number: some data sets write "proof" or "notfound" where there
+    is no answer."""
+    forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
+                              for what, column in row.read.items()) for row in rows)
+    words = Counter(str(row.answer) for row in rows if row.read.get("answer"))
+    common = [f"{word!r:.40} {n:,} times" for word, n in words.most_common()
+              if n > 1 and number_of(word) is None][:3]
+    found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
+    return "; ".join(found + ["answers that are no number: " + ", ".join(common)] * bool(common))
 
 
 # ---- the model ----
@@ -169,26 +192,87 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
-    """transformers' tokenizer of the folder `source`. SettingsError: it has none."""
+    """transformers' tokenizer of the folder `source`. SettingsError: it has none.
+
+    The path is absolute: transformers reads some tokenizers otherwise by the name of their folder,
+    and an export has another name."""
     from transformers import AutoTokenizer
     with as_sentence(f"--{flag} {name} has no tokenizer that transformers can load"):
-        found = AutoTokenizer.from_pretrained(source)
+        found = AutoTokenizer.from_pretrained(os.path.abspath(source))
         if len(found) <= len(found.all_special_ids):  # transformers makes one without files
             raise ValueError("it would be empty")
         return found
 
 
-def dated(template, began: str | None):
-    """A chat template, or several by name, that writes when the run began, also after a resume."""
-    if isinstance(template, dict):
-        return {name: dated(one, began) for name, one in template.items()}
-    if not began or not template:
-        return template
+# ---- one reading of a text ----
 
-    def then(call) -> str:
-        return repr(datetime.fromisoformat(began).strftime(call[2]))
+# What tokenizer_config.json may say so that transformers 4 and 5, and vLLM, take tokenizer.json as
+# it is. For some model_types (qwen2) transformers 5 heeds the first only beside an auto_map.
+FIRST = 200  # rows of --data, and of --eval_data
+EDITS = [{"tokenizer_class": "PreTrainedTokenizerFast"}]
+EDITS += [EDITS[0] | {"auto_map": {"AutoTokenizer": ["-.-", None]}}]
 
-    return re.sub(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""", then, template)
+
+def check_tokenizer(tokenizer, folder: str, rows: list[data.Row]) -> None:
+    """SettingsError shows the first text of these rows that transformers' tokenizer of the folder
+    does not read as its tokenizer.json does, to the same ids and back to the same text; or that
+    does not come back from its ids, but for what tokenizer.json's own normalizer changes.
+
+    For many a tokenizer_class transformers 5 takes of tokenizer.json the vocabulary alone, and that
+    class's pre_tokenizer and decoder: https://github.com/huggingface/transformers/issues/45488
+    """
+    from transformers import PreTrainedTokenizerFast
+    path = Path(folder, "tokenizer.json")
+    if not path.exists():  # a vocabulary alone: there is one reading
+        return
+    own = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    for text in (text for row in rows for text in (row.prompt, str(row.answer))):
+        right, given = reading(own, text), reading(tokenizer, text)
+        pieces = [*re.findall(r"\S+\s+\S+", text), text]
+        if right != given:
+            piece = next(it for it in pieces if reading(own, it) != reading(tokenizer, it))
+            (ids, back), (others, other) = reading(own, piece), reading(tokenizer, piece)
+            raise SettingsError(
+                f"{path} reads {piece!r:.60} as {ids[:9]} and writes {back!r:.60}; transformers "
+                f"and vLLM take it for a {type(tokenizer).__name__}, which reads {others[:9]} and "
+                f"writes {other!r:.60}. Would work: {works(folder, text, right)}.")
+        if words(own, text) != words(own, right[1]):
+            piece = next(it for it in pieces if words(own, it) != words(own, reading(own, it)[1]))
+            raise SettingsError(
+                f"{path} reads {piece!r:.60} and writes {reading(own, piece)[1]!r:.60}. Would "
+                "work: the tokenizer.json with which the model was trained.")
+
+
+def reading(tokenizer, text: str) -> tuple[list[int], str]:
+    """The ids of a text, and the text of these ids."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids, tokenizer.decode(ids, skip_special_tokens=False,
+                                 clean_up_tokenization_spaces=False)
+
+
+def words(tokenizer, text: str) -> list[str]:
+    """What stands between the control tokens of a text, as tokenizer.json's normalizer has it.
+    Without white space at its ends: some control tokens take it, and some decoders (▁ is a space of
+    sentencepiece's)."""
+    marks = "|".join(re.escape(t.content) for t in tokenizer.added_tokens_decoder.values())
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    parts = re.split(marks or "(?!)", text)
+    return [(normalizer.normalize_str(part) if normalizer else part).replace("▁", " ").strip()
+            for part in parts]
+
+
+def works(folder: str, text: str, right: tuple) -> str:
+    """The first of EDITS with which transformers reads this text right."""
+    from transformers import AutoTokenizer
+    for edit in EDITS:
+        with TemporaryDirectory() as copy, suppress(Exception):  # transformers refuses it
+            for path in Path(folder).glob("*.json"):
+                shutil.copyfile(path, Path(copy, path.name))
+            path = Path(copy, "tokenizer_config.json")
+            path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+            if reading(AutoTokenizer.from_pretrained(copy), text) == right:
+                return f"{json.dumps(edit)[1:-1]} in its tokenizer_config.json"
+    return "a tokenizer.json and a tokenizer_config.json that one save_pretrained wrote"
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
@@ -215,7 +299,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     for row in rows:
         largest = max(row.prompt_ids, default=None)
         if largest is None or largest >= text.vocab_size:  # it would break the engine
-            found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens "
+            found.append(f"--model {args.model}: row {row.number} of {row.source} must have tokens "
                          f"with ids below {text.vocab_size} (the largest is {largest}).")
             break
     return found

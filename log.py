@@ -4,12 +4,14 @@ Rank 0 writes.
 
     runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
 """
+import errno
 import fcntl
 import io
 import json
 import math
 import os
 import platform
+import re
 import reprlib
 import shutil
 import statistics
@@ -28,7 +30,7 @@ from safetensors import SafetensorError
 
 from batch import Sample
 from dist import World, peak_memory
-from errors import SettingsError
+from errors import SettingsError, tell
 
 # ---- files that are whole or absent ----
 
@@ -37,14 +39,28 @@ class NotWritten(SettingsError):
     status = 1
 
 
+WAYS_OUT = {  # by the error of the operating system; another one says enough itself
+    errno.ENOSPC: "space on its disk", errno.EDQUOT: "a larger quota on its disk",
+    errno.EFBIG: "a larger limit of a file's size (ulimit -f)",
+    errno.EROFS: "a disk that is not read-only",
+    errno.EACCES: "permission for it", errno.EPERM: "permission for it"}
+
+
+def not_written(path: str | Path, error: BaseException) -> NotWritten:
+    """The sentence for an error of the operating system, also if a library carries it as text."""
+    said = re.search(r"(?:os error |Errno )(\d+)", str(error))
+    works = WAYS_OUT.get(int(said[1])) if said else None
+    return NotWritten(f"{path} cannot be written ({error})."
+                      + (f" Would work: {works}." if works else ""))
+
+
 @contextmanager
 def writing(path: str | Path):
     """NotWritten where a disk fails inside."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise NotWritten(f"{path} cannot be written ({error}). Would work: a folder that you may "
-                         f"write, with space on its disk.") from None
+        raise not_written(path, error) from None
 
 
 def write_whole(path: Path, content: str | bytes):
@@ -101,6 +117,7 @@ LINE = {  # what is printed of a step
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
+WANDB_OFF = "wandb is off from here"
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 
 
@@ -178,8 +195,19 @@ class Log:
     def say(self, text: str):
         """Prints a line, on rank 0."""
         if self.writing:
-            with writing("the output"):
-                print(text)
+            tell(text)
+
+    @contextmanager
+    def decoration(self, what: str):
+        """What only decorates a run (W&B, samples, the curve, the page) never ends it: its failure
+        is a line, which begins with `what`."""
+        try:
+            yield
+        except Exception as error:
+            if what == WANDB_OFF:
+                self.wandb = None
+            why = " ".join(str(error).split())[:200]
+            self.say(f"{what}: {type(error).__name__}: {why}")
 
     # ---- start and end ----
 
@@ -197,15 +225,35 @@ class Log:
             raise SettingsError(
                 f"another run is writing {self.folder}; choose another --name.") from None
         path = self.folder / "metrics.jsonl"
-        self.rows = [row for row in read_metrics(path)
+        found = read_metrics(path)
+        if not start and any(row["step"] for row in found):
+            self.move_aside()
+        self.rows = [row for row in found
                      if row["step"] < start or (row["step"] == start and not is_evaluation(row))]
         write_whole(path, as_lines(self.rows))
-        write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
-        write_whole(self.folder / "plan.txt", plan_text)
+        kept = self.folder / "args.json"
+        if not (args.get("eval_only") and kept.exists()):  # an evaluation of a run is not the run
+            write_whole(kept, json.dumps(args, indent=1, default=str))
+            write_whole(self.folder / "plan.txt", plan_text)
         if not args.get("eval_only"):
             self.forget(start)
         if self.project:
             self.open_wandb(args)
+
+    def move_aside(self):
+        """Steps without a checkpoint to go on from: what they wrote goes to runs/NAME.1, or the
+        next number that is free."""
+        number = 1
+        while (old := Path(f"{self.folder}.{number}")).exists():
+            number += 1
+        with writing(old):
+            old.mkdir()
+            for path in self.folder.iterdir():
+                if path.name != ".lock":
+                    path.rename(old / path.name)
+            (self.folder / "samples").mkdir()
+        self.say(f"{self.folder} has steps, and no checkpoint to go on from: all of it is now in "
+                 f"{old}/")
 
     def forget(self, start: int):
         """Removes what comes again, or is of a later step: samples, done.json."""
@@ -225,7 +273,7 @@ class Log:
     def open_wandb(self, args: dict):
         """Without a key the run is recorded offline. A name used again is another run there."""
         began = "".join(filter(str.isdigit, args["began"]))
-        with self.wandb_may_fail():
+        with self.decoration(WANDB_OFF):
             import wandb
             known = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
             self.wandb = wandb.init(
@@ -237,23 +285,14 @@ class Log:
         """Of an evaluation only eval/: its times would replace the step's."""
         prefix = "eval/" if is_evaluation(row) else ""
         shown = {key: value for key, value in row.items() if key.startswith(prefix)}
-        with self.wandb_may_fail():
+        with self.decoration(WANDB_OFF):
             self.wandb.log(shown, step=row["step"])
 
     def close(self):
         """Ends W&B."""
         if self.wandb:
-            with self.wandb_may_fail():
+            with self.decoration(WANDB_OFF):
                 self.wandb.finish()
-
-    @contextmanager
-    def wandb_may_fail(self):
-        """A failure of W&B ends W&B, never the run."""
-        try:
-            yield
-        except Exception as error:
-            self.wandb = None
-            self.say(f"wandb is off from here: {type(error).__name__}: {str(error)[:200]}")
 
     # ---- a step ----
 
@@ -368,16 +407,18 @@ def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, dec
     """Writes samples/NAME.jsonl, and prints `show` of them, on rank 0."""
     if not log.writing:
         return
-    rows = [sample_row(s, decode) for s in samples]
-    write_whole(log.folder / f"samples/{name}.jsonl", as_lines(rows))
-    for row in rows[::max(1, len(rows) // max(1, show))][:show]:
-        log.say(short(row))
+    file = f"samples/{name}.jsonl"
+    with log.decoration(f"{file} is not written"):
+        rows = [sample_row(s, decode) for s in samples]
+        write_whole(log.folder / file, as_lines(rows))
+        for row in rows[::max(1, len(rows) // max(1, show))][:show]:
+            log.say(short(row))
 
 
 # ---- how a run ended ----
 
 def grade(run_log: Log, flags) -> bool:
-    """Prints how the run began and ended, and draws it → whether it missed a grade."""
+    """Prints how the run began and ended → whether it missed a grade."""
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
@@ -396,12 +437,13 @@ def grade(run_log: Log, flags) -> bool:
             before, after = np.mean(before), np.mean(after)
             run_log.say(f"{words}: {before:.3f} -> {after:.3f}")
             reached = target and before <= target[0] and after >= target[1]
-        if target and not reached:
-            missed = True
-            print(f"missed --{flag}: at most {target[0]} before and at least {target[1]} after",
-                  file=sys.stderr)
-    if rewards:
-        draw_curve(run_log)
+        if target:
+            missed = missed or not reached
+            words = f"--{flag}: at most {target[0]} before and at least {target[1]} after"
+            if reached:
+                run_log.say(f"reached {words}")
+            else:
+                tell(f"missed {words}", sys.stderr)
     seconds = sum(row["time/step"] for row in steps)
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
@@ -409,8 +451,11 @@ def grade(run_log: Log, flags) -> bool:
 
 
 def draw_curve(run_log: Log):
-    """curve.png."""
-    from tools import plot
-    picture = io.BytesIO()
-    plot.draw([plot.runs_in(run_log.folder)], picture)
-    write_whole(run_log.folder / "curve.png", picture.getvalue())
+    """curve.png, by rank 0, of a run with rewards."""
+    if not any(row.get("reward/mean") is not None for row in run_log.rows):
+        return
+    with run_log.decoration("curve.png is not written"):
+        from tools import plot
+        picture = io.BytesIO()
+        plot.draw([plot.runs_in(run_log.folder)], picture)
+        write_whole(run_log.folder / "curve.png", picture.getvalue())

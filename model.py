@@ -25,11 +25,11 @@ from settings import Flags
 recomputed = partial(recompute, use_reentrant=False, preserve_rng_state=False)
 
 
-def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
+def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool):
     """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
 
-    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
-    entropy: "none" (zeros), "value" (no gradient) or "grad".
+    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,). Without `entropy`, which takes
+    a pass over all logits, the second is zeros.
     """
     def part(hidden, targets):
         logits = head(hidden)
@@ -50,18 +50,17 @@ def in_chunks(part, chunk: int, *tensors):
     return tuple(map(torch.cat, zip(*(part(*some) for some in chunks), strict=True)))
 
 
-def of_logits(logits, targets, temperature: float, entropy: str):
+def of_logits(logits, targets, temperature: float, entropy: bool):
     """The same from logits (n, V)."""
     if temperature != 1:  # a pass over all logits
         logits = logits / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     # Both are squeezed before the difference: FSDP's hooks cannot take an output that is a view.
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,)
-    if entropy == "none":
+    if not entropy:
         return logp, torch.zeros_like(logp)
-    logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
-    p = logps.exp()
-    return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
+    logps = logits - logz  # (n, V)
+    return logp, -(logps.exp() * logps).sum(-1)
 
 
 @cache
@@ -95,8 +94,7 @@ class ModelArgs(Flags):
     def rules(self, plan):
         """See plan.problems."""
         if self.shard_size and plan.ranks % self.shard_size:
-            works = max(k for k in range(1, plan.ranks + 1)
-                        if plan.ranks % k == 0 and k <= self.shard_size)
+            works = max(k for k in range(1, self.shard_size + 1) if plan.ranks % k == 0)
             yield (f"--shard_size must divide the {plan.ranks:,} ranks (got {self.shard_size}). "
                    f"Would work: --shard_size {works}, or 0.")
 
@@ -131,6 +129,11 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     with as_sentence(unfit):
         lm = family.skeleton(dtype)
         family.parts(lm)[0].set_attn_implementation("packed")
+    # torch gives the row `padding_idx` no gradient. transformers sets it to config.json's
+    # pad_token_id, which may be the end token. Nothing is padded here: every row is trained.
+    for module in lm.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
     # vLLM, in this process, may give transformers' class a __call__ that reads this.
     lm.base_model.do_not_compile = True
     return lm
@@ -180,8 +183,7 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
     """FSDP2, in place. Parameters, gradients and sums are in `master`, the rest in `compute`."""
-    low = {} if compute == master else {"param_dtype": compute, "reduce_dtype": master}
-    options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**low)}
+    options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(compute, master)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
@@ -199,7 +201,9 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
 
 def whole(tensor):
     """The full tensor of one that FSDP has sharded. A collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 class Model(nn.Module):
@@ -304,17 +308,15 @@ class Trained:
         return micro.inputs
 
     def run(self, micro: Micro, *inputs):
-        """The module's forward. It has a gradient if the micro-batch learns."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
-            out = self.module(self.inputs(micro), micro.source, *inputs)
-            if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
-                self.module.reshard()
+        """The module's forward of a micro-batch."""
+        out = self.module(self.inputs(micro), micro.source, *inputs)
+        if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
+            self.module.reshard()
         return out
 
     def backward(self, loss):
-        """Adds the gradient, if there is one: on all ranks or none (Batch.micros). FSDP sums it."""
-        if loss.requires_grad:
-            loss.backward()
+        """Adds the gradient of a micro-batch's loss. FSDP sums it over the ranks."""
+        loss.backward()
 
     def step(self, lr: float) -> float:
         """One AdamW step on the clipped gradient → the norm before. Not finite: no step."""
@@ -344,7 +346,7 @@ class Policy(Trained):
         gemma2 = type(module.lm).__name__.startswith("Gemma2")
         self.left_out = {"lm_head.weight"} if gemma2 else set()
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
+    def logprobs(self, micro: Micro, temperature: float, entropy: bool = False, formula=None):
         """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 

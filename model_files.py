@@ -19,18 +19,26 @@ from part import asked
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+OTHERS = {  # what a folder is that has this file and no config.json
+    ".metadata": "this is a checkpoint: tools/export.py makes a model of it",
+    "adapter_config.json": "this is an adapter: merge_and_unload of peft makes a model of it",
+    "args.json": "this is the folder of a run, which has its model in model/"}
 # Buffers in old checkpoints. transformers computes them.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
 
 
 def find(model: str, flag: str = "model", weights: bool = True) -> str:
     """A folder, or a name on the Hugging Face hub → a folder. weights: fetch them too."""
-    if Path(model, "config.json").is_file():
+    path, works = Path(model), ""
+    if (path / "config.json").is_file():
         return model
-    why = "this folder has no config.json"
-    if Path(model, ".metadata").exists():
-        why = "this is a checkpoint: tools/export.py makes a model of it"
-    if not Path(model).is_dir():
+    why = next((said for file, said in OTHERS.items() if (path / file).exists()),
+               "this folder has no config.json")
+    for near in [folder / "model" for folder in (path, *path.parents[:2])]:
+        if path.is_dir() and (near / "config.json").is_file():
+            works = f" Would work: --{flag} {near}."
+            break
+    if not path.is_dir():
         try:
             return fetch(model, weights)
         except SettingsError:
@@ -38,7 +46,7 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
         except Exception as error:
             why = f"no folder, and the hub gave a {type(error).__name__}"
     raise SettingsError(f"--{flag} {model} must be tiny, a folder with config.json and "
-                        f"*.safetensors, or a name on the Hugging Face hub ({why}).")
+                        f"*.safetensors, or a name on the Hugging Face hub ({why}).{works}")
 
 
 def fetch(model: str, weights: bool) -> str:

@@ -62,7 +62,8 @@ def train() -> None:
     td.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo")
     folder = tiny.ensure()  # a small model, made on first use
     tokenizer, rows = AutoTokenizer.from_pretrained(folder), tiny.rows(1000, SEED)
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    policy = AutoModelForCausalLM.from_pretrained(  # that token's embedding is trained too:
+        folder, dtype=torch.float32, pad_token_id=None).to(DEVICE)
     for module in (*policy.model.layers, policy):  # FSDP gathers the weights of a layer at a time
         fully_shard(module, mp_policy=MixedPrecisionPolicy(DTYPE, torch.float32))
         # Sum the ranks' gradients, no mean: the loss is already divided by all ranks' tokens.
@@ -76,7 +77,6 @@ def train() -> None:
         gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**28,  # the cache: 2**28 bytes
         max_num_batched_tokens=P * G * MAX_PROMPT)  # else it splits a prompt: seeds fail on CPU
     position = 0  # prompts used so far
-
     for step in range(STEPS):
         epoch, start = divmod(position, len(rows))
         order = np.random.default_rng([SEED, epoch]).permutation(len(rows))  # alike on all ranks

@@ -18,7 +18,7 @@ each of them once, in set-up, and for all parts in the order of their names:
     sizes(plan)                 changes the sizes of a step
     check(args, files, rows)    SettingsError: files or rows do not fit its flags. It may set flags
     begin(run), end(run)        before the first step, and after the export
-    unknown(words)              sentences about words of the command line that are no flags
+    unknown(words)              (sentences about wrong words of the command line, the others)
 
 A class extends the core's class of that place and calls its methods by super(), so several parts
 may extend one. A part imports the core, and no other part; the rules of one of them say which do

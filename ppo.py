@@ -136,7 +136,6 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     policy, critic = models
     batch = Batch(samples)
     loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion are in the loss
-    in_loss = batch.of_rows(loss_tokens > 0)  # (M,) bool
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": sum(p + c for _, p, c in batch.sizes),
                "batch/trained": int(batch.scored.sum()),
@@ -145,13 +144,15 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
 
     # Log-probs and values from before the update: (M,). A value is V of the state before its token.
     ref_logprobs = None
+    scored = loss_tokens > 0  # (N,) bool: the other completions are in no pass, and have NaN
     with phase("score"):
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
-                                   lambda m: policy.logprobs(m, args.temperature)[0])
+                                   lambda m: policy.logprobs(m, args.temperature)[0], scored)
         if args.needs_reference:
             ref_logprobs = batch.score(world, args.score_tokens, "reference",
-                                       lambda m: reference.logprobs(m, args.temperature)[0])
-        values = batch.score(world, args.critic_args.critic_score_tokens, "values", critic.values)
+                                       lambda m: reference.logprobs(m, args.temperature)[0], scored)
+        values = batch.score(
+            world, args.critic_args.critic_score_tokens, "values", critic.values, scored)
 
     # Reward of a token: -beta (log π - log ref); the last one also has the completion's reward.
     # A_t = sum_l (gamma lam)^l delta_(t+l),  delta_t = r_t + gamma V_(t+1) - V_t
@@ -165,6 +166,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         rewards, old_logprobs, ref_logprobs, batch.tokens, kl_coef=kl_coef)  # (M,)
     advantages, returns = losses.gae(
         token_rewards, values, batch.tokens, gamma=args.gamma, lam=args.lam)  # (M,)
+    in_loss = batch.of_rows(scored)  # (M,) bool
     advantages = losses.whiten(advantages, in_loss)  # once, over the tokens of the global batch
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
@@ -174,7 +176,6 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     #   critic: loss_it = 1/2 max((V - R)^2, (V_clip - R)^2)
     # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
     policy_meter, critic_meter = Meter(world), Meter(world)
-    entropy_mode = "grad" if args.entropy_coef else "value"
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -199,7 +200,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
-                logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
+                logp, entropy = policy.logprobs(
+                    micro, args.temperature, args.entropy_coef != 0)  # (n,)
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
                 A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
@@ -207,9 +209,9 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy,
-                            "rollout/logprob_gap_mean": (old - engine).abs()}
+                details |= {"loss/policy": loss, "rollout/logprob_gap_mean": (old - engine).abs()}
                 if args.entropy_coef:
+                    details["loss/entropy"] = entropy
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * loss).sum())
                 policy_meter.add(w, details)

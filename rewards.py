@@ -178,12 +178,35 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
     """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
         for row in rows:
-            where = f"--{flag} {name} needs {column!r}: row {row.index} of {row.source}"
+            where = f"--{flag} {name} needs {column!r}: row {row.number} of {row.source}"
             if column == "answer":
                 with as_sentence(where):
                     answers_of(row.answer)
             elif column not in row.columns:
                 raise SettingsError(f"{where} has none.")
+
+
+def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
+    """Calls functions of files once, for a made-up completion of the first row. SettingsError: what
+    one returns can be no reward. One that raises, or is late, may be right for a real completion:
+    notes gets a line. One that is `async def` asks a server, and is not called."""
+    if waits or not rows or not any(".py:" in spec for spec in args.reward):
+        return
+    limits = RewardArgs(reward_workers=1, reward_timeout=args.reward_args.reward_timeout)
+    row, text = rows[0], "a made-up completion"
+    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [], None)
+    with contextlib.closing(Pool(list(args.reward), limits)) as pool:
+        pool.wait()
+        size = args.group if pool.groups else 1
+        error = pool.ask([item] * size, size)[0].error
+    if not error:
+        return
+    lines = error.strip().splitlines()
+    why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    said = f"--reward, for {text!r} of row {row.index} of {row.source}: {why}"
+    if why.startswith("TypeError: a reward must be "):
+        raise SettingsError(said)
+    notes.append(f"{said} (it may be right for a real one)")
 
 
 # ---- the processes ----

@@ -89,6 +89,7 @@ class Engine:
         self.metrics: dict[str, float] = {}  # of the last `sample`
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False
+        self.places = None  # {name of a weight: the engine's tensor}; {}: only its loader knows
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's own
@@ -171,10 +172,27 @@ class Engine:
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
-        """Loads all weights, (name, tensor) each, in one call: vLLM fuses layers, and a part of a
-        fused layer would leave wrong weights in it. A collective."""
+        """Brings new weights, (name, tensor) each, into the engine's tensors: by vLLM's loader, and
+        on a CPU from the second time on by copies to the places that the loader chose, if
+        `find_places` sees them. A collective."""
+        if self.places:
+            for name, tensor in weights:
+                self.places[name].copy_(tensor)
+            self.llm.apply_model(self.finish_loading)
+            return
+        digests: dict[str, tuple] = {}
+        if not self.on_gpu:
+            weights = digested(weights, digests)
+        # All in one call: vLLM fuses layers, and a part of a fused layer would leave wrong ones.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         deque(weights, maxlen=0)  # a collective: every rank must use it up
+        if self.places is None and not self.on_gpu:
+            self.places, = self.llm.apply_model(partial(find_places, digests=digests))
+
+    def finish_loading(self, model) -> None:
+        """What vLLM computes from weights that have come, such as a packed copy of the head."""
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+        process_weights_after_loading(model, self.llm.model_config, self.world.device)
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
@@ -239,6 +257,38 @@ class Engine:
             torch.distributed.destroy_process_group()
 
 
+def digest(tensor: torch.Tensor) -> tuple:
+    """The shape and a hash of the bytes: tensors of one digest are equal to the last bit."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return tuple(tensor.shape), hashlib.blake2b(data).digest()
+
+
+def digested(weights: Iterator, digests: dict[str, tuple]) -> Iterator:
+    """The same weights, whose digests are kept as they pass."""
+    for name, tensor in weights:
+        digests[name] = digest(tensor)
+        yield name, tensor
+
+
+def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
+    """Finds in vLLM's model where each loaded weight stands: {name: a parameter, or some of its
+    rows}. {}: some weight, or some parameter, is not found bit for bit, because it is cut over
+    ranks, transposed, scaled or packed."""
+    packed, places = getattr(model, "packed_modules_mapping", {}), {}
+    for whole, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, kind = whole.rpartition(".")
+        path, _, layer = path.rpartition(".")
+        start = 0
+        for part in packed.get(layer, [layer]):
+            name = ".".join(filter(None, (path, part, kind)))
+            shape = digests.get(name, ((0,), b""))[0]
+            place = parameter.data[start:start + shape[0]] if shape else parameter.data
+            if name not in digests or digest(place) != digests[name]:
+                return {}
+            places[name], start = place, start + place.shape[0]
+    return places if places.keys() == digests.keys() else {}
+
+
 def engine_limits(args, card) -> tuple[int, int]:
     """(prompt tokens in one pass, completions at once), by default as vLLM's get_batch_defaults
     has them for a card."""
@@ -262,6 +312,11 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
                             message="`torch.distributed.reduce_op` is deprecated")
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has no Triton
         logging.getLogger(name).setLevel(logging.ERROR)
+    if not gpu:
+        # vLLM would pack each linear layer anew at each sync. torch's kernel takes weights as they
+        # are: as fast for the many completions of a rollout, faster for small layers.
+        from vllm.model_executor.layers.linear import LinearBase
+        LinearBase._cpu_skip_gemm_dispatch = True
     if not gpu and args.tp > 1:
         # By gloo: vLLM leaves its shared memory behind, and the next run fails on it ("errno: 17").
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator

@@ -185,7 +185,11 @@ def set_up(args, kind=None) -> "Run":
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
         after = "a kill" if save_every(args) else "SIGTERM"
-        run_log.say(f"{folder}: after {after} this goes on: {world.again}")
+        what = "a new run"
+        if saved:
+            what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
+        run_log.say(f"{folder}: {what}; after {after} this goes on: "
+                    f"{world.again}")
     run_log.say(inputs.plan.text(short=True))
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
     for note in inputs.notes + resumed:
@@ -206,16 +210,17 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 
 def again(world: dist.World, name: str) -> str:
-    """The command that goes on with this run. STARTED_AS is run.sh's."""
-    given = any(word.partition("=")[0] == "--name" for word in sys.argv)
-    named = "" if given else f" --name {shlex.quote(name)}"
+    """The command that goes on with this run, whose flags are in args.json. STARTED_AS is of
+    run.sh."""
+    named = f"--name {shlex.quote(name)}"
     if started := os.environ.get("STARTED_AS"):
-        return started + named
+        return f"{started} {named}"
     place = os.path.relpath(os.path.dirname(sys.executable))
+    script = f"{shlex.quote(sys.argv[0])} {named}"
     if world.size == 1:
-        return shlex.join([f"{place}/python", *sys.argv]) + named
-    start = [f"{place}/torchrun", "--nproc_per_node", str(world.local_size)]
-    return f"{shlex.join([*start, *sys.argv])}{named} (with your flags of torchrun)"
+        return f"{place}/python {script}"
+    return (f"{place}/torchrun --nproc_per_node {world.local_size} {script} (with your flags of "
+            f"torchrun)")
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
@@ -317,9 +322,7 @@ class Run:
         for name, it in self.stateful.items():
             it.load_state_dict(state[name])
         self.log.bad_steps = state["bad_steps"]
-        coef, before = (it.get("kl_reward_coef") for it in (self.settings, state["settings"]))
-        if getattr(self.args, "kl_target", None) and coef == before:  # another one begins anew
-            self.kl_coef = state["kl_coef"]
+        self.kl_coef = checkpoint.kl_coef(self.args, state)
 
     # ---- between the steps ----
 
@@ -356,7 +359,8 @@ class Run:
         return dist.SAVED
 
     def finish(self) -> int:
-        """The last evaluation, the exported model, the curve, the grade → exit status."""
+        """The last evaluation, the exported model, the grade; then what only decorates → exit
+        status."""
         missed, flags = False, self.args.run_args
         if self.inputs.eval_rows:
             self.evaluate(self.end)
@@ -370,6 +374,7 @@ class Run:
             ask("end", self)
             missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(self.args.steps)
+            log.draw_curve(self.log)
         missed = self.world.any_rank(missed)
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()

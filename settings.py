@@ -116,6 +116,13 @@ def changed(args, **values):
     return replace(args, **mine)
 
 
+def restored(args, kept: dict, but=frozenset()):
+    """A copy of args with what `kept` (of args.json or state.json) has of its flags."""
+    names = values_of(args).keys() & kept.keys() - but
+    return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
+                            for name in names})
+
+
 def save_every(args) -> int:
     """Steps between two checkpoints. 0: there are none."""
     given = args.run_args.save_every

@@ -126,10 +126,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
-                logp, entropy = policy.logprobs(micro, args.temperature, "value")  # (n,)
+                logp, _ = policy.logprobs(micro, args.temperature)  # (n,)
                 loss, w = -logp, micro.of_rows(weights)
                 policy.backward((w * loss).sum())
-                meter.add(w, {"loss/policy": loss, "entropy": entropy})
+                meter.add(w, {"loss/policy": loss})
             meter.norms.append(policy.step(lr))
     metrics |= meter.metrics() | policy.metrics | {"lr": lr}
     metrics["policy/perplexity"] = exp(min(metrics.get("loss/policy", 0.0), 700.0))

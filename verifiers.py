@@ -19,7 +19,8 @@ from fractions import Fraction
 
 SAME = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width
 SAME |= {ord("°"): r"^{\circ}", ord("∞"): r"\infty"}
-SAME |= str.maketrans("−–‒‐‑﹣\u00a0\u2007\u2009\u202f", "------    ")
+SAME |= {code: "-" for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd"}  # dashes
+SAME |= str.maketrans("−\u00a0\u2007\u2009\u202f", "-    ")
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 DIGITS = (r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]+)?"
           r"|(?<![A-Za-z0-9)])\.[0-9]+)")
@@ -91,7 +92,8 @@ CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
          ast.Load, ast.Call)
 # math-verify reads the first part of "36\pi \approx 113", and adds "3 4" up.
-NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
+BASE = re.compile(r"(?<=[0-9A-Z])_\s*(?:\{\s*)?([0-9]+)")  # of a number: 110_2, 1A_{16}
+NOT_ONE = re.compile(r"\\approx|≈|[0-9]\s+[0-9]")
 
 
 def answers_of(answer) -> list:
@@ -143,31 +145,80 @@ def last_answer(text: str) -> str | None:
 
 @any_answer
 def math_reward(completion, answer, **row):
-    r"""1 if math-verify finds the two answers equal, else 0.
+    r"""1 if math-verify finds the two answers equal, whichever is the row's, else 0.
 
     The answer is LaTeX, or has a box, or ends in GSM8K's "#### 72". The completion's last box
-    counts, or without one what math-verify finds. Its timers are off: they give 0, and the worker
-    has its own.
+    counts, or without one what math-verify finds. What its parser drops is compared here: bases and
+    units, and whether the order counts. Its timers are off: they give 0, and the worker has its
+    own.
     """
-    from math_verify import parse, verify
-    gold, box = math_gold(str(answer)), last_boxed(completion)
+    from math_verify import verify
+    (right, gold), box = math_gold(str(answer)), last_boxed(completion)
     text = plain(completion if box is None else box)
-    if box is not None:
-        if NOT_ONE.search(text) and not NOT_ONE.search(str(answer)):
-            return 0.0
-        text = in_box(text)
-    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+    if box is not None and NOT_ONE.search(text) and not NOT_ONE.search(str(answer)):
+        return 0.0
+    given = parsed(text if box is None else in_box(text))
+    if bases(right) != bases(text.strip().rpartition("\n")[2]) or (
+            {"FiniteSet", "ordered"} == {kind(gold), kind(given)} or  # \{1,2\} is not (1,2)
+            box is not None and not same_units(right, text)):
+        return 0.0
+    return float(all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None)
+                     for pair in ((gold, given), (given, gold))))
 
 
 @functools.lru_cache(maxsize=256)  # a group shares it
-def math_gold(answer: str) -> list:
-    """The row's answer as math-verify parses it. As a text √ or ∪ would equal no LaTeX."""
-    from math_verify import parse
+def math_gold(answer: str) -> tuple[str, list]:
+    """The row's answer as plain LaTeX, and as math-verify parses it. As a text √ or ∪ would equal
+    no LaTeX."""
     text = answer.rpartition("####")[2].strip()
-    gold = parse(in_box(plain(last_boxed(text) or text)), parsing_timeout=None)
-    if not gold or re.search("[∀-⋿]", text) and all(isinstance(one, str) for one in gold):
+    text = plain(last_boxed(text) or text)
+    gold = parsed(in_box(text))
+    if not gold or re.search("[∀-⋿]", answer) and all(isinstance(one, str) for one in gold):
         raise ValueError(f"math-verify finds no answer in {answer[:200]!r}: write LaTeX")
-    return gold
+    return text, gold
+
+
+def parsed(text: str) -> list:
+    """What math-verify finds: an expression of sympy, and its text. An equation of numbers is its
+    last number. A percent is a hundredth: of whole numbers math-verify would drop it."""
+    from math_verify import grader, parse
+    text = re.sub(r"(?<![0-9.,])([0-9]+)\s*(?:\\?%|percent\b)", r"\\frac{\1}{100}", text)
+    found = parse(text, parsing_timeout=None)
+    if found and grader.is_equation(found[0]) and not found[0].free_symbols:
+        found[0] = grader.take_last_relation(found[0]).rhs
+    return found
+
+
+def kind(found: list) -> str:
+    """"FiniteSet": a set or a list without brackets, of which the order does not count. "ordered":
+    a pair, an interval, inequalities or a longer tuple."""
+    name = type(getattr(found[0], "rhs", found[0])).__name__ if found else ""
+    return "ordered" if name in ("Interval", "Tuple", "And") else name
+
+
+def bases(text: str) -> list[str]:
+    """The bases of its numbers: 4210_{5} has 5. Where none is written it is 10."""
+    return sorted(base for base in BASE.findall(text) if base != "10")
+
+
+def same_units(one: str, other: str) -> bool:
+    """Whether what math-verify drops at the ends of two texts can be the same: equal units, one
+    that is short for the other, or a unit and nothing. A letter alone may be a variable."""
+    short, long = sorted((unit_of(one), unit_of(other)), key=len)
+    if not short:
+        return len(long) != 1
+    return short == long or len(short) < 4 <= len(long) and bool(
+        re.match(".*".join(short), long))
+
+
+def unit_of(text: str) -> str:
+    r"""'5\text{ cm}^2' -> 'cm2', '5 square feet' -> 'feet2'"""
+    from math_verify.parser import NormalizationConfig, normalize_latex
+    whole, rest = (normalize_latex(text, NormalizationConfig(units=units))
+                   for units in (False, True))
+    unit = re.sub(r"\\[a-z]+|[^a-z0-9\s]", "", whole[len(rest):].lower())
+    unit = re.sub(r"^\s*square\s+(.*)", r"\g<1>2", unit)
+    return re.sub(r"(?:(?<=ch)e)?s(?=2?$)|\s", "", unit)
 
 
 def in_box(text: str) -> str:

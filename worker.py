@@ -84,10 +84,10 @@ class Reward:
         ValueError: a mistake; a str: that of one item of a group."""
         if not self.groups:
             return [number(result)]
-        results = list(result)
-        if len(results) != len(items):
-            raise ValueError(f"{len(results)} values for {len(items)} completions")
-        return [math.nan if value is None else tried(value) for value in results]
+        if not hasattr(result, "__len__") or len(result) != len(items):
+            raise TypeError(f"a reward must be a list of {len(items)} numbers for {len(items)} "
+                            f"completions (got {str(result)[:100]!r})")
+        return [math.nan if value is None else tried(value) for value in result]
 
     @property
     def waits(self) -> bool:
@@ -189,8 +189,9 @@ def number(value) -> float | None:
     if value is None:
         return None
     if not isinstance(value, Number) or isinstance(value, complex) or not math.isfinite(value):
-        raise TypeError(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
-                        f"a {type(value).__name__})")
+        kind = ValueError if isinstance(value, float) else TypeError
+        raise kind(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
+                   f"a {type(value).__name__})")
     return float(value)
 
 
@@ -225,9 +226,17 @@ def found_by(reward: Reward, items: list) -> list:
             found += reward.values(reward.start(part), part)
         except MemoryError:  # it ends this process: what holds the memory may stay
             raise
-        except Exception:
-            found += [traceback.format_exc()[-2000:]] * len(part)
+        except Exception as error:
+            found += [failure(error)] * len(part)
     return found
+
+
+def failure(error: Exception) -> str:
+    """What it says, after the lines of the reward's own files: not of those that called it."""
+    trace, callers = error.__traceback__, ("worker", "parts", "asyncio", "importlib")
+    while trace and trace.tb_frame.f_globals["__name__"].partition(".")[0] in callers:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))[-2000:]
 
 
 def answers(columns: list[list]) -> list[list]:
@@ -274,8 +283,8 @@ def work(fd: int, load=load, score=score) -> None:
         rewards, told = load(*what)
     except SystemExit as error:  # a sentence that says why
         return send(str(error))
-    except Exception:
-        return send(traceback.format_exc()[-2000:])
+    except Exception as error:
+        return send(failure(error))
     send(told)
     for progress, calls in inbox:
         vars(TRAINER).update(progress)

@@ -212,7 +212,7 @@ def update(bench: Bench) -> list[str]:
 
     def step() -> None:
         for micro in micros:
-            logprobs, _ = policy.logprobs(micro, 1.0, "value")
+            logprobs, _ = policy.logprobs(micro, 1.0)
             policy.backward(-logprobs.sum() / len(rows))
         assert 0 < policy.step(1e-6) < float("inf")
 
@@ -250,7 +250,7 @@ def head(bench: Bench) -> list[str]:
         def logits(states):
             return (states @ weight.T).float()
 
-        model.token_logprobs(hidden, logits, targets, 1.0, chunk, "value")[0].sum().backward()
+        model.token_logprobs(hidden, logits, targets, 1.0, chunk, False)[0].sum().backward()
 
     for chunk in (min(n // 4, model.HEAD_LOGITS // vocab), n):
         seconds, = bench.seconds(partial(run, chunk))

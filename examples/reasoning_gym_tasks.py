@@ -3,6 +3,7 @@
     python grpo.py --data reasoning_gym:gcd --reward reasoning_gym ...
 """
 import ast
+import contextlib
 import functools
 import os
 import pickle
@@ -10,14 +11,19 @@ import subprocess
 import sys
 import zlib
 
-from verifiers import any_answer, last_answer, shut_sympy
+from errors import SettingsError
+from verifiers import last_answer, shut_sympy
 
+ANY = "the library's scorer gives full pay to any text. Would work: another task."
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAKE = """import pickle, random, sys, numpy, reasoning_gym
+from examples.reasoning_gym_tasks import pays_anything
 task, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 out, sys.stdout = sys.stdout.buffer, sys.stderr
 random.seed(seed)
 numpy.random.seed(seed)
-pickle.dump(list(reasoning_gym.create_dataset(task, size=size, seed=seed)), out)"""
+puzzles = list(reasoning_gym.create_dataset(task, size=size, seed=seed))
+pickle.dump((puzzles, any(map(pays_anything, puzzles[:20]))), out)"""
 
 
 def rows(n: int, seed: int, task: str, split: str) -> list[dict]:
@@ -25,25 +31,37 @@ def rows(n: int, seed: int, task: str, split: str) -> list[dict]:
     # Puzzle i is made from seed + i: neighbours would share nearly all.
     seed = zlib.crc32(f"{split} {seed}".encode()) // 2
     done = subprocess.run([sys.executable, "-c", MAKE, task, str(n), str(seed)],
-                          capture_output=True, env=os.environ | {"PYTHONHASHSEED": "0"})
+                          capture_output=True,
+                          env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": ROOT})
     if done.returncode:
-        from dist import SettingsError  # not above: it imports torch, and a worker imports this
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise SettingsError(f"reasoning_gym:{task} cannot be generated: {last}")
-    return pickle.loads(done.stdout)
+    puzzles, unfit = pickle.loads(done.stdout)
+    if unfit:
+        raise SettingsError(f"reasoning_gym:{task} cannot be learned: {ANY}")
+    return puzzles
 
 
-@any_answer
-def score(completion, answer, metadata, **row):
-    """The library's score, 0 to 1, of the last <answer>, or of all. A worker calls shut_eval
-    before."""
+def pays_anything(puzzle: dict) -> bool:
+    """Whether the library's scorer gives full pay to a text that answers nothing."""
+    with contextlib.suppress(Exception):  # of many kinds: it could not read it
+        return scorer_of(puzzle["metadata"]["source_dataset"])("zzz", puzzle) >= 1
+    return False
+
+
+def score(completion, metadata, answer=None, **row):
+    """The library's score, 0 to 1, of the last <answer>, or of all. Some puzzles have no answer of
+    their own, and are scored by their metadata. A worker calls shut_eval before."""
     scorer, text = scorer_of(metadata["source_dataset"]), last_answer(completion)
     puzzle = row | {"answer": answer, "metadata": metadata}
+    if pays_anything(puzzle):
+        raise ValueError(ANY)
     try:
         return float(scorer(completion.strip() if text is None else text, puzzle))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         # The answer is wrong. Or the row is, if its answer raises too.
-        scorer(str(answer), puzzle)
+        if answer is not None:
+            scorer(str(answer), puzzle)
         return 0.0
 
 

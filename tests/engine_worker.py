@@ -86,6 +86,21 @@ def main(folder: str, out: str) -> None:
         alone, among = engine.generate(requests[:1], 1.0)[0], engine.generate(requests, 1.0)[0]
         found["same"][f"sync {sync}"] = alone.ids.tolist() == among.ids.tolist()
         learn()
+
+    def tensors() -> dict[str, torch.Tensor]:
+        """The engine's own, in vLLM's form."""
+        return engine.llm.apply_model(
+            lambda lm: {name: p.clone() for name, p in lm.named_parameters()})[0]
+
+    engine.load(policy.weights(engine.dtype))
+    copied, places = tensors(), engine.places
+    engine.places = {}  # by vLLM's loader
+    engine.load(policy.weights(engine.dtype))
+    loaded = tensors()
+    found["copied"] = len(places) == len([*policy.weights()]) and all(
+        torch.equal(copied[name], loaded[name]) for name in loaded)
+    engine.places = places
+    learn()
     found["gap"]["no sync"] = [gap(1.0)]
     found["guard"] = {"no sync": guard()}
     for wrong in ("layers.1.self_attn.v_proj.bias", "layers.0.mlp.up_proj.weight"):

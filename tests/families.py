@@ -255,7 +255,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
 
 def update(world, policy, batch: Batch) -> None:
     for micro in batch.micros(world, list(range(len(batch.samples))), 400, "update"):
-        logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
+        logprobs, entropy = policy.logprobs(micro, HEAT, True)
         policy.backward((logprobs + 0.1 * entropy).sum() / 100)
     norm = policy.step(3e-3)
     assert 0 < norm < float("inf"), f"the gradient's norm is {norm}"

@@ -204,8 +204,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             reference = model.Policy(
                 module("reference", 0.05), world, args.model_args, args.optimizer_args)
 
-        def micros(self, world, rows, budget, phase, learns=None, outcome=outcome):
-            made = real_micros(self, world, rows, budget, phase, learns)
+        def micros(self, world, rows, budget, phase, outcome=outcome):
+            made = real_micros(self, world, rows, budget, phase)
             sizes = [(tuple(m.rows), m.tokens) for m in made]
             outcome.micros.append((phase, budget, sizes))
             return made

@@ -184,6 +184,9 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
                   kind: str = "clip", kl_loss_coef: float = 0.0, theirs=None) -> float:
     """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm.
 
+    A completion learns if its loss is not 0 for every weight. The others are computed here too: the
+    gradient of the shipped code, which leaves them out, must be the same.
+
     theirs: of distill.py, log π_T (n, V) of each completion; with c divergence_it for β KL_it.
     """
     for i in rows:
@@ -195,6 +198,8 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         engine = completion.engine_logprobs
         corrections, engine_ratios = engine_correction(args, kind, old, engine)
         exact = theirs is not None and args.divergence != "none"
+        learns = (any(step.advantages[i]) or kl_loss_coef or args.entropy_coef or theirs is not None
+                  or kind not in ("clip", "gspo", "cispo", "reinforce"))
         apart = divergence(args.divergence, policy.distributions(completion),
                            theirs[i]) if exact else []
         for t in range(len(old)):
@@ -205,7 +210,6 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
                 cut_off = cov_cut(args.loss, A, logps.tolist(), t, completion.draws[t])
             loss = 0.0 * loss if cut_off else loss * corrections[t]
             found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
-                     "policy/entropy": entropies[t],
                      "rollout/logprob_gap_mean": abs(old[t] - engine[t]),
                      "policy/approx_kl": log_ratios[t].exp() - 1 - log_ratios[t]}
             if args.engine_correction != "none" or kind == "geometric":
@@ -225,8 +229,10 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
             if exact:
                 found["loss/divergence"] = apart[t]
                 loss = loss + args.distill_coef * apart[t]
+            if args.entropy_coef:
+                found["loss/entropy"] = entropies[t]
             total = total + weight * (loss - args.entropy_coef * entropies[t])
-            terms.append((weight, found))
+            terms.append((weight, learns, found))
         total.backward()
     return policy.step(lr)
 
@@ -239,7 +245,7 @@ def update_critic(args, critic: Model, step: Step, rows: list[int], lr: float, t
         for t, V in enumerate(critic.values(step.completions[i])):
             loss, clipped = value_loss(args, V, old_values[i][t], returns[i][t])
             total = total + weight * loss
-            terms.append((weight, {"loss/value": loss, "critic/clip_frac": clipped}))
+            terms.append((weight, True, {"loss/value": loss, "critic/clip_frac": clipped}))
         total.backward()
     return critic.step(lr)
 
@@ -317,10 +323,9 @@ def sft(args, policy: Model, completions: list[Completion], lr: float) -> dict[s
     for rows in minibatches(args, step):
         n = sum(sum(completions[i].sampled) for i in rows)
         for i in rows:
-            logps, entropies = policy.logprobs(completions[i])
+            logps, _ = policy.logprobs(completions[i])
             (-logps.sum() / n).backward()
-            terms += [(1 / n, {"loss/policy": -logp, "policy/entropy": entropy})
-                      for logp, entropy in zip(logps, entropies, strict=True)]
+            terms += [(1 / n, True, {"loss/policy": -logp}) for logp in logps]
         if rows:
             norms.append(policy.step(lr))
     metrics = weighted_means(terms)
@@ -346,23 +351,26 @@ def distill(args, policy: Model, teacher: Model, completions: list[Completion],
     return {name: value for name, value in metrics.items() if "dropped" not in name} | {"lr": lr}
 
 
-def weighted_means(terms: list[tuple[float, dict]]) -> dict[str, float]:
-    """Σ w x / Σ w of each metric x over all tokens of all updates, with the loss's weights w."""
-    total = sum(weight for weight, _ in terms)
-    return {name: sum(weight * float(found[name]) for weight, found in terms) / total
-            for name in (terms[0][1] if terms else ())}
+def weighted_means(terms: list[tuple[float, bool, dict]]) -> dict[str, float]:
+    """Σ w x / Σ w of each metric x, with the loss's weights w: of loss/… over all tokens of all
+    updates, of others over those that learn; 0 if none does."""
+    means = {}
+    for name in terms[0][2] if terms else ():
+        among = [(w, found[name]) for w, learns, found in terms
+                 if learns or name.startswith("loss/")]
+        means[name] = sum(w * float(x) for w, x in among) / (sum(w for w, _ in among) or 1.0)
+    return means
 
 
 def policy_metrics(args, step: Step, terms: list, norms: list[float]) -> dict[str, float]:
     """What both scripts have: docs/reference/metrics_and_files.md."""
-    n, trained, pairs = len(step.fates), step.trained(), []
-    for i in trained:
-        pairs += zip(step.old[i], step.completions[i].engine_logprobs, strict=True)
+    n, trained = len(step.fates), step.trained()
     metrics = weighted_means(terms) | {
         "grad/norm": mean(norms), "batch/prompts": n // args.group, "batch/trained": len(trained),
         "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in step.completions),
         "batch/dropped": n - len(trained), "batch/dropped_unscored": step.fates.count("unscored"),
         "update/skipped": minibatches(args, step).count([]), "update/steps": len(norms)}
     if terms:  # the policy had an update
-        metrics["rollout/logprob_gap_max"] = max(abs(a - b) for a, b in pairs)
+        metrics["rollout/logprob_gap_max"] = max(
+            (found["rollout/logprob_gap_mean"] for _, learns, found in terms if learns), default=0)
     return metrics

@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_tells_every_rank(folder, tmp_
     for said in outcomes:
         assert said.left == ["step_1", "step_2.partial"], said
         assert "step_2.partial/__1_0.distcp cannot be written (" in said.full, said
-        assert said.full.endswith("Would work: space on the disk.") and "\n" not in said.full
+        assert said.full.endswith("(ulimit -f).") and "\n" not in said.full
         assert not said.again and said.after == ["step_3"]
         assert "some ranks do not see rank 0's" in said.own, said
         assert "all machines share" in said.own

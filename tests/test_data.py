@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import rewards
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
@@ -119,6 +121,30 @@ def test_reasoning_gym_rows():
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
 
 
+def test_a_scorer_that_pays_anything_is_refused():
+    """Of game_of_life_halting any text that is not empty would be right."""
+    pytest.importorskip("reasoning_gym")
+    words = "reasoning_gym:game_of_life_halting cannot be learned: the library's scorer gives full"
+    assert words in sentence(read, "reasoning_gym:game_of_life_halting")
+    import reasoning_gym
+    row = reasoning_gym.create_dataset("game_of_life_halting", size=1, seed=1)[0]
+    with pytest.raises(ValueError, match="gives full pay to any text"):
+        reasoning_gym_tasks.score("zzz", **row)
+
+
+def test_puzzles_without_an_answer_of_their_own_are_scored_by_their_metadata():
+    pytest.importorskip("reasoning_gym")
+    rows, _ = load("reasoning_gym:graph_color", seed=1)
+    needs, _ = rewards.check(["reasoning_gym"])
+    rewards.check_rows(needs, rows)
+    right = json.dumps(rows[0].columns["metadata"]["possible_answer"])
+    items = [rewards.Item("", text, rows[0].answer, rows[0].columns, 1, False)
+             for text in (f"<answer>{right}</answer>", "zzz", "{}")]
+    with closing(rewards.Pool(["reasoning_gym"], rewards.RewardArgs(1))) as pool:
+        scores = [score.total for score in rewards.scores_of(pool, items)]
+    assert rows[0].answer is None and scores[0] == 1 and max(scores[1:]) < 0.1
+
+
 def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
     """ransom_note iterates over sets of strings; list_functions uses the global generator."""
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -159,7 +185,7 @@ def test_prompt_template_takes_any_column_and_either_name_of_the_prompt(row, tem
 def test_a_template_that_names_no_column_is_refused_by_its_flag():
     for template in "{question} {subject}", "Solve it.":
         words = f" {template!r} must name one or more columns of the row (question, answer"
-        assert "row 0 (counted from 0): --prompt_template" + words in sentence(
+        assert "row 1: --prompt_template" + words in sentence(
             load_rows, QA, template=template)
         if not teacher:
             continue
@@ -174,7 +200,7 @@ def test_system_replaces_the_rows_own_message_and_a_template_may_refuse_it():
     assert prompt(QA, tokenizer=make_tokenizer(None), system="S") == "S\n\nq"
     strict = make_tokenizer("{{ raise_exception('System role refused') }}" + CHATML)
     message = sentence(load_rows, {"prompt": "q"}, tokenizer=strict, system="S")
-    assert "row 0 (counted from 0): the chat template: System role refused" in message
+    assert "row 1: the chat template: System role refused" in message
 
 
 # ---- What is left out
@@ -210,7 +236,7 @@ def test_no_prompt_left():
 
 @pytest.mark.parametrize("name, content, what", [
     ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "Expecting ',' delimiter: line 4 column 1"),
-    ("a.jsonl", b'{"a": 1}\nnull\n', "row 1 (counted from 0) is not a JSON object"),
+    ("a.jsonl", b'{"a": 1}\nnull\n', "row 2 is not a JSON object"),
     ("a.parquet", b"PAR1 no table", "cannot be loaded: ArrowInvalid: "),
     ("a.csv", b"a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
     ("a.csv", b'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
@@ -260,7 +286,7 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
 
 def test_a_mistake_names_its_row_and_a_finished_chat_takes_no_system():
     message = sentence(load_rows, {"prompt": "q"}, {"text": "q"})
-    assert "rows.jsonl, row 1 (counted from 0): no prompt column" in message
+    assert "rows.jsonl, row 2: no prompt column" in message
     finished = {"prompt": chat("q")}
     assert "finished chat text takes no --system" in sentence(load_row, finished, system="S")
 

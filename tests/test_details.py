@@ -18,7 +18,7 @@ def test_log_probs_are_at_least_float32():
     module = model.LogprobModel(test_packing.small().bfloat16(), 0)
     module.lm.set_attn_implementation("packed")
     micro = Micro(Batch(learning.fabricate("plain", 1)), [0, 1], torch.device("cpu"))
-    logprobs, _ = module(micro.inputs, micro.source, micro.targets, 1.0, "none")
+    logprobs, _ = module(micro.inputs, micro.source, micro.targets, 1.0, False)
     assert logprobs.dtype == torch.float32
 
 

@@ -44,6 +44,10 @@ def test_logprobs_equal_after_every_sync_at_two_temperatures(found):
             assert gap < families.ROUNDINGS * rounding, (when, gap, rounding)
 
 
+def test_a_sync_by_copies_brings_the_bits_of_vllms_loader(found):
+    assert found["copied"]
+
+
 def test_without_the_sync_or_the_cache_reset_they_do_not(found):
     assert found["gap"]["no sync"][0] > 1e-2
     assert found["gap"]["no cache reset"][0] > 1e-2     # prompts are longer than a cache block

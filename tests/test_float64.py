@@ -1,4 +1,9 @@
-"""--dtype float64 means it, in every family: transformers' own code rounds to float32 in places."""
+"""--dtype float64 means it, in every family: transformers' own code rounds to float32 in places.
+And a gradient is the derivative of what is computed, for each parameter."""
+import json
+import random
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -78,3 +83,46 @@ def test_packed_rows_are_single_rows_to_the_last_digits(found, name):
     flat = [torch.cat([g[n].flatten() for n in sorted(their_gradient)])
             for g in (gradient, their_gradient)]
     assert difference(*flat) < 1e-12
+
+
+# ---- a gradient is a derivative ----
+
+def slopes(world, folder: str, names: list[str]) -> dict[str, tuple[float, float]]:
+    """{family and parameter: (the trainer's derivative along a random direction, what a small step
+    in this direction shows)} of a sum of log-probs."""
+    found, draws = {}, torch.Generator().manual_seed(0)
+    for name in names:
+        args = model.ModelArgs(dtype="float64")
+        module = float64.build(model.LogprobModel, f"{folder}/{name}", world, args)
+        policy = model.Policy(module, world, args, model.OptimizerArgs())
+        micro, = samples_of().micros(world, [0, 1, 2, 3], 10_000, "update")
+        value = policy.logprobs(micro, families.HEAT)[0].sum()
+        value.backward()
+        for key, p in policy.parameters.items():
+            step = 1e-6 * torch.randn(p.shape, generator=draws, dtype=torch.float64)
+            values = []
+            with torch.no_grad():
+                for sign in 1, -2, 1:  # there, to the other side, back
+                    p.to_local().add_(sign * step)
+                    values.append(float(policy.logprobs(micro, families.HEAT)[0].sum()))
+            found[f"{name}: {key}"] = (float((model.whole(p.grad) * step).sum()) / 1e-6,
+                                       (values[0] - values[1]) / 2e-6)
+    return found
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(99, marks=pytest.mark.slow)])
+def test_the_gradient_of_each_parameter_is_what_a_small_step_shows(tmp_path, count):
+    """Whatever config.json names as the token of the padding: torch leaves out its row of an
+    embedding, and here it is a token of the prompts, as SmolLM2's end token is."""
+    rng = random.Random(0)
+    names = rng.sample([*families.CASES], min(count, len(families.CASES)))
+    words = samples_of().samples[0].prompt.row.prompt_ids
+    for name in names:
+        families.make(name, f"{tmp_path}/{name}")
+        path = Path(f"{tmp_path}/{name}/config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | dict.fromkeys(
+            ("pad_token_id", "eos_token_id"), rng.choice(words))))
+    found = results(1, slopes, str(tmp_path), names, timeout=600)[0]
+    assert {key.partition(":")[0] for key in found} == {*names}
+    for key, (slope, shown) in found.items():
+        assert abs(slope - shown) < 1e-5 * max(1, abs(shown)), key

@@ -105,7 +105,7 @@ def test_an_engine_on_a_gpu_sleeps_between_its_turns(monkeypatch):
 
 # ---- the head
 
-@pytest.mark.parametrize("temperature, entropy", [(0.7, "value"), (1.0, "grad")])
+@pytest.mark.parametrize("temperature, entropy", [(0.7, False), (1.0, True)])
 def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, monkeypatch):
     """On CUDA it is compiled. Here the same graphs run, in chunks, with their backward. The last
     chunk is smaller: another graph for it would not meet the others' in the backward."""
@@ -123,7 +123,7 @@ def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, monkeypa
             return x @ w.T
 
         logp, ent = head.token_logprobs(h, logits, targets, temperature, 16, entropy)
-        (logp.sum() + (ent.sum() if entropy == "grad" else 0)).backward()
+        (logp.sum() + (ent.sum() if entropy else 0)).backward()
         with torch.no_grad():
             alone, _ = head.token_logprobs(h, logits, targets, temperature, 16, entropy)
         found.append((logp, ent, h.grad, w.grad, alone))
@@ -137,4 +137,4 @@ def test_only_on_cuda_it_is_compiled(monkeypatch):
     monkeypatch.setattr(head, "compiled", None)
     weight = torch.randn(7, 4)
     head.token_logprobs(torch.randn(3, 4), lambda x: x @ weight.T,
-                        torch.zeros(3, dtype=torch.long), 1.0, 16, "value")
+                        torch.zeros(3, dtype=torch.long), 1.0, 16, True)

@@ -2,6 +2,8 @@
 import json
 import mmap
 import resource
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -9,6 +11,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import log
 from errors import SettingsError
@@ -234,21 +237,68 @@ def fill(folder: Path):
 
 @pytest.mark.parametrize("file, write", [
     ("metrics.jsonl", lambda it: it.step(2, {"reward/mean": 0.6})),
-    ("samples/step_1.jsonl", lambda it: log.write_samples(
-        it, "step_1", [sample(1.0, text="y" * 999)])),
-    ("curve.png", log.draw_curve), ("model", lambda it: fill(it.folder))])
+    ("model", lambda it: fill(it.folder))])
 def test_a_full_disk_ends_the_run_in_a_sentence_and_leaves_no_half_of_a_file(tmp_path, file, write):
     it = opened(tmp_path)
     it.step(1, {"reward/mean": 0.5})
     with full_disk(), pytest.raises(log.NotWritten) as error:
         write(it)
-    assert error.value.status == 1 and "with space on its disk" in str(error.value)
+    assert error.value.status == 1 and "(ulimit -f)" in str(error.value)
     assert str(error.value).startswith(f"{tmp_path}/{file} cannot be written (")
     assert file == "metrics.jsonl" or not (tmp_path / file).exists()
     it.lock.close()
     again = opened(tmp_path, start=1)  # the same command goes on
     write(again)
     assert [row["step"] for row in lines(tmp_path)][:1] == [1] and (tmp_path / file).exists()
+
+
+@pytest.mark.parametrize("file, write", [
+    ("samples/step_1.jsonl", lambda it: log.write_samples(
+        it, "step_1", [sample(1.0, text="y" * 999)])), ("curve.png", log.draw_curve)])
+def test_what_only_decorates_a_run_fails_in_a_line(tmp_path, capsys, file, write):
+    it = opened(tmp_path)
+    it.step(1, {"reward/mean": 0.5})
+    with full_disk():
+        write(it)
+    assert capsys.readouterr().out.count(f"{file} is not written: NotWritten: ") == 1
+    assert not (tmp_path / file).exists()
+    write(it)
+    assert (tmp_path / file).exists()
+
+
+@pytest.mark.parametrize("error, works", [
+    (OSError(28, "No space left on device"), " Would work: space on its disk."),
+    (PermissionError(13, "Permission denied", "config.json"), " Would work: permission for it."),
+    (SafetensorError("I/O error: No space left on device (os error 28)"), "space on its disk."),
+    (NotADirectoryError(20, "Not a directory"), "Not a directory).")])
+def test_the_way_out_fits_the_error(error, works):
+    with pytest.raises(log.NotWritten) as caught, log.writing("x"):
+        raise error
+    assert str(caught.value).endswith(works)
+
+
+def test_a_terminal_that_closed_ends_no_run():
+    """Also of the standard error; what comes later is dropped too."""
+    code = ("import sys; sys.path.insert(0, '.'); from errors import tell\n"
+            "for i in range(9999): tell('x' * 99); tell('y', sys.stderr)\nprint('z'); sys.exit(7)")
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, cwd=Path(log.__file__).parent)
+    done.stdout.read(9)
+    done.stdout.close()
+    assert done.wait(60) == 7
+
+
+def test_steps_without_a_checkpoint_are_moved_aside_and_named(tmp_path, capsys):
+    it = opened(tmp_path / "x")
+    it.step(1, {"n": 1})
+    it.lock.close()
+    (tmp_path / "x/samples/step_00001.jsonl").touch()
+    again = opened(tmp_path / "x")
+    assert not again.rows and not lines(tmp_path / "x")
+    assert f"all of it is now in {tmp_path}/x.1/" in capsys.readouterr().out
+    assert [row["n"] for row in lines(tmp_path / "x.1")] == [1]
+    assert (tmp_path / "x.1/samples/step_00001.jsonl").exists()
+    again.lock.close()
 
 
 def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch):

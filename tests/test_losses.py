@@ -11,7 +11,7 @@ import evaluate
 import flags
 import grpo
 import losses
-from batch import Batch, Completion, Sample
+from batch import Batch, Completion, Sample, sample_metrics
 from data import Prompt, Row
 from house import has
 from rewards import Score
@@ -280,3 +280,33 @@ def test_a_lone_reward_has_no_advantage(kind):
     found = losses.group_advantages(torch.tensor([3.0, 7.0]), 2, kind=kind, eps=0.0,
                                     scored=torch.tensor([True, False]))
     assert found.tolist() == [0, 0]
+
+
+# ---- metrics of a step
+
+
+def test_minus_the_log_prob_of_the_sampled_tokens_has_the_entropy_as_its_expectation():
+    """Ids 0, 1, 2 and at most two tokens; id 2 ends. Every completion is there as often as it is
+    likely, so means over the samples are expectations. A reply in between is no step."""
+    first, second = (0.5, 0.25, 0.25), {0: (0.25, 0.25, 0.5), 1: (0.5, 0.5, 0.0)}
+    each = [((2,), (first[2],))] + [
+        ((a, b), (first[a], second[a][b])) for a in (0, 1) for b in range(3) if second[a][b]]
+    samples = []
+    for ids, chances in each:
+        logprobs = np.log(np.array([*chances[:1], 1.0, *chances[1:]]))  # 0 of the reply
+        sampled = np.array([True, False, *(True for _ in chances[1:])])
+        one = Completion(np.array([ids[0], 7, *ids[1:]], np.int32), logprobs.astype(np.float32),
+                         False, sampled)
+        row = Prompt(0, Row(0, "", [1], None, {}, ""))
+        samples += round(32 * math.prod(chances)) * [Sample(row, one, "", Score(1.0, {}, None))]
+    assert len(samples) == 32
+
+    def entropy(p):
+        return -sum(x * math.log(x) for x in p if x)
+
+    # The entropy at each token of a completion, and the tokens: expectations over completions.
+    total = entropy(first) + sum(first[a] * entropy(second[a]) for a in (0, 1))
+    tokens = 1 + first[0] + first[1]
+    found = sample_metrics(samples, 1.0)
+    assert found["rollout/tokens"] == 32 * tokens
+    assert found["policy/entropy"] == pytest.approx(total / tokens, rel=1e-6)

@@ -1,5 +1,7 @@
 """model.py: a folder of weights goes in, and what comes out is the model that transformers has."""
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import model
+import model_files
 from batch import pack
 from checkpoint import export_model
 from errors import SettingsError
 from examples import tiny
-from families import ROUNDINGS
+from families import ROUNDINGS, batch_of
 from ranks import results
 from test_families import refused
 
@@ -53,8 +56,8 @@ def load_and_export(world, folders: list[str]) -> list[torch.Tensor]:
             [*range(len(IDS))], IDS.tolist(), [row[:1] for row in IDS], world.device)
         inputs = {"input_ids": ids, "position_ids": positions, "packed": packed}
         with torch.no_grad():
-            micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
-            found.append(policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")[0])
+            micro = SimpleNamespace(inputs=inputs, source=SOURCE)
+            found.append(policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, False)[0])
         export_model(policy, folder, f"{folder}-out", [3])
     return found
 
@@ -105,3 +108,54 @@ def test_a_weight_that_is_not_finite_is_named_on_every_rank(tmp_path):
     save_file(weights, path, metadata={"format": "pt"})
     for sentence in results(2, refusal, folder):
         assert f"{UP} has values that are not finite" in sentence
+
+
+def updated(world, folders: list[str]) -> list[dict]:
+    """The weights of policies and critics after a step on equal samples, with a token 7 inside."""
+    found = []
+    for folder in folders:
+        args, optimizer = model.ModelArgs(), model.OptimizerArgs()
+        policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
+                              optimizer)
+        critic = model.Critic(model.build(model.ValueModel, folder, world, args), world, args,
+                              optimizer)
+        torch.nn.init.ones_(critic.module.head.weight)
+        micro, = batch_of([[3, 7, 5]], [[4, 7, 9]]).micros(world, [0], 99, "update")
+        policy.backward(policy.logprobs(micro, 1.0)[0].sum())
+        critic.backward(critic.values(micro).sum())
+        for trained in policy, critic:
+            assert trained.step(1e-3) > 0
+            found.append({name: model.whole(p.detach()) for name, p in trained.parameters.items()})
+    return found
+
+
+def test_what_pads_elsewhere_is_trained_as_any_other_token(tmp_path):
+    """Two folders differ in pad_token_id alone. The row moves by the learning rate in both."""
+    folders = [make(tmp_path / f"{pad}", tied=False) for pad in (7, None)]
+    path = Path(folders[0], "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": 7}))
+    policy, critic, *plain = results(1, updated, folders)[0]
+    for found, others in zip((policy, critic), plain, strict=True):
+        assert all(torch.equal(p, others[name]) for name, p in found.items())
+        rows = found["lm.model.embed_tokens.weight"]
+        was = load_file(f"{folders[0]}/model.safetensors")["model.embed_tokens.weight"]
+        assert torch.allclose((rows - was)[7].abs(), torch.tensor(1e-3), rtol=1e-2)
+        assert not (rows - was)[8].any()  # of no sample
+
+
+@pytest.mark.parametrize("name, why", [
+    ("runs/x", "this is the folder of a run"), ("runs/x/adapter", "this is an adapter"),
+    ("runs/x/checkpoints/step_2", "this is a checkpoint"), ("theirs", "this is an adapter"),
+    ("empty", "this folder has no config.json")])
+def test_a_folder_that_is_no_model_is_named_and_the_model_beside_it(
+        name, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/x/args.json", "runs/x/model/config.json", "theirs/adapter_config.json",
+                 "runs/x/adapter/adapter_config.json", "runs/x/checkpoints/step_2/.metadata",
+                 "empty/notes.txt"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("{}")
+    with pytest.raises(SettingsError) as caught:
+        model_files.find(name)
+    assert why in str(caught.value)
+    assert ("Would work: --model runs/x/model." in str(caught.value)) == name.startswith("runs")

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint
+import flags
 import grpo
 import inputs
 from errors import SettingsError
 from examples import tiny
 from house import SCRIPTS, has, kept
-from settings import changed
+from settings import changed, values_of
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))
@@ -45,7 +47,7 @@ def mistakes(*flags: str) -> str:
 
 def test_rows_that_are_not_scored_need_no_answer(place):
     flags = "--data bare.jsonl --eval_data held.jsonl --batch 1".split()
-    assert "--reward exact needs 'answer': row 0 of " in mistakes(*flags)
+    assert "--reward exact needs 'answer': row 1 of " in mistakes(*flags)
     assert inputs.read_inputs(args(*flags, "--eval_only"), 1, 1).eval_rows
 
 
@@ -130,7 +132,11 @@ OF_SFT = (("sft", "="), ("vision", " ")) if has("sft") else ()  # vision begins 
     *[(f"{job} --data{sep}mine.jsonl".strip(), "", f"--data{sep}mine.jsonl", False)
       for job, sep in (("", " "), ("kk", "="), *OF_SFT)],
     ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
-    ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])
+    ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False),
+    ("--data mine.jsonl", "", "2 grpo.py --data mine.jsonl kept", False),
+    ("kk --data=mine.jsonl", "",
+     "2 grpo.py --model tiny:kk --lr 1e-4 --data=mine.jsonl kept", False),
+    ("--name there", "", "2 grpo.py --name there kept", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """Its torchrun prints its command."""
     env = copied(tmp_path) | {"PYTHONDONTWRITEBYTECODE": "1", "RANKS": ranks}
@@ -140,8 +146,9 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
     torchrun.chmod(0o755)
     done = subprocess.run(["bash", "-c", STAMP], cwd=tmp_path, text=True, capture_output=True)
     (tmp_path / f".venv/.ready-{done.stdout.strip()}-cpu").touch()
-    for name in ("squares/model/processor_config.json", "squares/qwen2_5_vl/processor_config.json",
-                 "squares-sft/model/x", "squares-sft-qwen2_5_vl/model/x"):
+    for name in ("there/args.json", "squares/model/processor_config.json",
+                 "squares/qwen2_5_vl/processor_config.json", "squares-sft/model/x",
+                 "squares-sft-qwen2_5_vl/model/x"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True)
         (tmp_path / "runs" / name).touch()
     if not ranks:
@@ -150,11 +157,60 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
                           capture_output=True)
     words = f"--local_addr 127.0.0.1 --nproc_per_node {ranks or 2} {words}"
     assert done.stdout.endswith(" kept kept\n"), done.stderr
-    held_out = "--eval_data" in line or " --data" not in f" {line}"  # of one's own data
+    own = " --data" in f" {line}" or "there" in line  # one's own data, or a run that goes on
+    held_out = "--eval_data" in line or not own
+    assert own != ("--warmup_steps" in done.stdout)
     assert done.stdout.count("--eval_data") == held_out
     given = iter(done.stdout.split())
     assert all(word in given for word in words.split())  # in this order
     assert ("--target_reward" in done.stdout, "--target_eval" in done.stdout) == (graded, graded)
+
+
+def test_a_resume_has_the_flags_of_the_run(place, monkeypatch):
+    """But those of a call alone; what is given wins."""
+    given = args("--steps", "6", "--batch", "3", "--betas", "0.8", "0.9", "--eval_data", "x")
+    kept = values_of(given) | {"script": "grpo.py", "ranks": 2, "eval_only": True, "gone": 1}
+    (place / "runs/a").mkdir()
+    (place / "runs/a/args.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(sys, "argv", "grpo.py --name a --steps 12 --eval_data None".split())
+    found = grpo.parse(grpo.Args, "")
+    assert (found.batch, found.steps, found.eval_data) == (3, 12, None)
+    assert found.optimizer_args.betas == (0.8, 0.9) and found.plan_args.ranks == 1
+    assert not found.eval_args.eval_only
+
+
+def test_a_resume_says_what_becomes_of_rates_and_weights():
+    before = changed(grpo.Args(), lr=1e-3, steps=6, lr_schedule="cosine")
+    state = {"step": 6, "kl_coef": 0.0, "settings": values_of(before)}
+    assert not checkpoint.consequences(before, state)
+    more = changed(before, steps=12, reward=("exact:0.5",))
+    assert checkpoint.consequences(more, state) == [
+        "lr is 0.0005 in step 7, 1.7e-05 in step 12 (it was 6.7e-05 in step 6)",
+        "the weight of exact is 0.5 in step 7 (it was 1 in step 6)"]
+
+
+@pytest.mark.parametrize("body, words, status", [
+    ("return 'yes'", "TypeError: a reward must be a finite number or None (got 'yes', a str)", 2),
+    ("return [1.0]", "TypeError: a reward must be", 2), ("return None", "", 0),
+    ("return int(completion)", "ValueError: invalid literal", 0), ("return 1", "", 0)])
+def test_a_reward_is_tried_before_the_engine_starts(place, body, words, status):
+    """A wrong type is refused; one that raises may be right for a real completion."""
+    (place / "mine.py").write_text(f"def mine(completion, **row):\n    {body}\n")
+    flags = "--data", "held.jsonl", "--batch", "1", "--reward", "mine.py:mine"
+    if status:
+        assert words in mistakes(*flags)
+        return
+    notes = inputs.read_inputs(args(*flags), 1, 1).notes
+    assert any(words in note for note in notes if "made-up" in note) == bool(words)
+
+
+@pytest.mark.skipif(not has("other_systems"), reason="without other_systems")
+def test_another_systems_flag_is_one_sentence():
+    with pytest.raises(SettingsError) as error:
+        flags.parse_words(grpo.Args, "", "--num_generations 8 --lr 1e-3".split())
+    assert str(error.value) == "TRL's --num_generations is --group here."
+    with pytest.raises(SettingsError, match="(?s)2 problems.*--group here.*--bach"):
+        flags.parse_words(grpo.Args, "", "--num_generations 8 --bach 3".split())
 
 
 STUB = """#!{python}

@@ -1,7 +1,10 @@
 """A number as it is written: one value for each reward that reads it, and never half of it."""
+import itertools
+import json
 import random
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +122,61 @@ def test_math_reads_a_box_as_easyr1_does():
         with pytest.raises(ValueError, match=f"no answer in '{gold}': write LaTeX"):
             math(r"\boxed{\sqrt{\pi}}", gold)
     assert math(r"\boxed{\emptyset}", "∅") == math(r"\boxed{x \le 3}", "x≤3") == 1
+
+
+def alike(rng: random.Random) -> list[list[str]]:
+    """Forms of answers: those of one list are equal, and no others."""
+    a, b = sorted(rng.sample(range(2, 50), 2))
+    base, other = rng.sample(range(3, 10), 2)
+    digits = f"1{rng.getrandbits(5):05b}"
+    short, long = rng.choice([("cm", "centimeters"), ("ft", "feet"), ("mm", "millimeters")])
+    return [
+        [f"{digits}_{base}", f"{digits}_{{{base}}}"], [f"{digits}_{other}"],
+        [digits, f"{digits}_{{10}}", f"{digits}.0"], [str(int(digits, base))],
+        [f"({a},{b})", rf"\left({a}, {b}\right)", f"{a}<x<{b}", rf"x \in ({a},{b})"],
+        [f"({b},{a})"], [f"[{a},{b}]", rf"{a} \le x \le {b}"], [f"({a},{b}]"], [f"[{a},{b})"],
+        [rf"\{{{a},{b}\}}", f"{a},{b}", f"{b}, {a}", f"{b}, {a}, {a}"],
+        [f"({a},{b},1)"], [f"(1,{b},{a})"], [f"({a},{b}),({b},1)", f"({b},1), ({a},{b})"],
+        [rf"{a}\%", f"{a}%", rf"\frac{{{a}}}{{100}}", f"{a / 100}", f"{a} percent"], [str(a)],
+        [rf"{b} \text{{ {short}}}", f"{b} {short}", rf"{b}\mbox{{ {long}}}"],
+        [rf"{b} \text{{ days}}"], [rf"{b}\text{{ {short}}}^2", rf"{b}\text{{ square {short}}}"],
+        [f"{b}t"], [f"1+{b}={b + 1}", str(b + 1)], [f"{a}x-{b}=0"], ["0"],
+        [rf"\begin{{pmatrix}} {a} \\ {b} \end{{pmatrix}}"], [rf"\text{{{short}}}"],
+        [rf"(-\infty, {a}) \cup ({b}, \infty)"], [rf"(-\infty, {a}] \cup ({b}, \infty)"]]
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_what_math_finds_equal_is_an_equivalence(seeds):
+    """math-verify drops bases, units and the order of a pair, and depends on which is the row's."""
+    verifiers.guard_math()
+    for seed in range(seeds):
+        forms = [(i, text) for i, one in enumerate(alike(random.Random(seed))) for text in one]
+        for (i, text), (j, gold) in itertools.product(forms, forms):
+            equal = i == j
+            assert verifiers.math_reward(rf"so \boxed{{{text}}}", gold) == equal, (text, gold)
+
+
+def test_what_may_be_left_out_for_math():
+    """A unit, and a name before "=". No base: a number without one is in base 10."""
+    verifiers.guard_math()
+    for one, other in [("864", r"864 \mbox{ inches}^2"), ("90", r"90^\circ"), ("5", "x=5"), (
+            "5.4", r"5.4 \text{ cents}"), (r"\$36", "36"),
+            (r"3 \text{ inches}", r"3\text{ inch}"), (r"90\text{ degrees}", r"90^\circ")]:
+        for text, gold in ((one, other), (other, one)):
+            assert verifiers.math_reward(rf"\boxed{{{text}}}", gold) == 1, (text, gold)
+    assert verifiers.math_reward("It is $110_3$.", "110_2") == 0
+    assert verifiers.math_reward("It is $110_2$.", "110_2") == 1
+
+
+MATH500 = Path(__file__).parents[2] / "shared/data/math500/test.jsonl"
+
+
+@pytest.mark.skipif(not MATH500.is_file(), reason="needs the rows of MATH-500")
+def test_each_answer_of_math_500_is_its_own_solutions():
+    verifiers.guard_math()
+    for row in map(json.loads, MATH500.open()):
+        for text in rf"\boxed{{{row['answer']}}}", row["solution"]:
+            assert verifiers.math_reward(text, row["answer"]) == 1, row["answer"]
 
 
 @pytest.mark.parametrize("text, gold", [

@@ -51,7 +51,7 @@ def packed_logprobs(lm, samples: list) -> torch.Tensor:
     prompts = [prompt for prompt, _ in groupby(s.prompt.row.prompt_ids for s in samples)]
     assert micro.tokens == sum(map(len, prompts)) + sum(len(s.completion.ids) - 1 for s in samples)
     module = model.LogprobModel(lm, 0)
-    return module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0]
+    return module(micro.inputs, micro.source, micro.targets, 1.0, False)[0]
 
 
 def one_by_one(lm, samples: list) -> torch.Tensor:

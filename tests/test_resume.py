@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
+import data
 import faults
 import inputs
 import log
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
+from examples import tiny
 from forked import PYTHON
 from house import QUIET, SCRIPTS, has, module, needs
 from settings import changed
@@ -61,7 +63,8 @@ def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
             assert str(caught.value).endswith("Would work: those of before, or another --name.")
             continue
         said = checkpoint.check(saved, changed, flags, fixed).changed
-        expected = f"resumed with --{name} {other} (was {state['settings'][name]}) from step 8 on"
+        old = checkpoint.words(state["settings"][name])
+        expected = f"resumed with --{name} {other} (was {old}) from step 8 on"
         assert said == [expected], name
     assert checkpoint.check(saved, flags, flags).changed == []
 
@@ -116,7 +119,7 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
     saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
     assert checkpoint.check(saved, settings).changed == []
     again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
-    with pytest.raises(SettingsError, match=r"row 2 of --data \(counted from 0\) differs"):
+    with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
         checkpoint.check(saved, again)
 
 
@@ -169,7 +172,9 @@ LLAMA = ("{%- if not date_string is defined %}{%- set date_string = strftime_now
 SMOL = ("{%- set today = strftime_now(\"%d %B %Y\") -%}\n{{- 'Today Date: ' ~ today ~ '\\n' -}}\n"
         "{% macro turn(m) %}{{ strftime_now(format='%H:%M') + m['content'] }}{% endmacro %}"
         "{{ turn(messages[0]) }}")
-OTHERS = ["{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
+OTHERS = ["{% set form = '%d %b %Y' %}{{ strftime_now(form) }}{{ strftime_now('%d' ~ ' %b') }}",
+          "{% set now = strftime_now %}{{ now('%d %b') }}{{ strftime_now(('%d', '%b') | join) }}",
+          "{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
           "  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
           "\n{{ strftime_now('%-d') }}",
           "{{ strftime_now('%-d %-m %I %p %j %A|100%') }}"]
@@ -178,21 +183,17 @@ OTHERS = ["{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
 @pytest.mark.parametrize("template", [LLAMA, SMOL, *OTHERS])
 def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch):
     """As transformers would have written it then."""
-    then = datetime(2024, 2, 3, 4, 5, 6)
-    chat = [[{"role": "user", "content": "x"}]]
+    then, chat = datetime(2024, 2, 3, 4, 5, 6), [{"role": "user", "content": "x"}]
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime",
                         SimpleNamespace(now=lambda: then))
-    expected = render_jinja_template(chat, chat_template=template)[0]
+    expected = render_jinja_template([chat], chat_template=template)[0]
     monkeypatch.undo()
-    dated = inputs.dated(template, then.isoformat(" ", "seconds"))
-    assert render_jinja_template(chat, chat_template=dated)[0] == expected
-    assert inputs.dated(template, None) == template
-    assert inputs.dated({"a": template}, then.isoformat()) == {"a": dated}
-
-
-def test_a_template_without_a_clock_stays_as_it_is():
-    for template in None, "{{ messages[0]['content'] }}":
-        assert inputs.dated(template, "2024-02-03 04:05:06") == template
+    tokenizer = tiny.make_tokenizer()
+    for tokenizer.chat_template in template, {"default": template, "tool_use": ""}:
+        assert data.templated(chat, tokenizer, {}) != expected[0]
+        tokenizer.clock = then.strftime
+        assert data.templated(chat, tokenizer, {}) == expected[0]
+        del tokenizer.clock
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +204,8 @@ def with_date(tmp_path_factory) -> str:
     template = (folder / "chat_template.jinja")
     text = template.read_text()
     template.unlink()
-    template.write_text("{{ '<|im_start|>system\n' + strftime_now('%Y%m%d') + '<|im_end|>\n' }}"
-                        + text)
+    template.write_text("{% set form = '%Y%m' ~ '%d' %}{{ '<|im_start|>system\n' + "
+                        "strftime_now(form) + '<|im_end|>\n' }}" + text)
     return str(folder)
 
 
@@ -268,11 +269,12 @@ def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
                         "resumed with --steps 2 (was 1) from step 2 on"]
     kept = json.loads((tmp_path / "runs/x/args.json").read_text())
     assert kept["changes"] == said and kept["temperature"] == 0.7
-    # A second resume keeps what the first one said.
+    # A second resume keeps what the first one said, and the flags that it does not give.
     status, text = go(tmp_path, *flags, "--steps", "3", "--lr", "2e-3", TZ=EAST)
     kept = json.loads((tmp_path / "runs/x/args.json").read_text())["changes"]
-    assert kept[:3] == said and kept[3].startswith("resumed with --temperature 1.0 (was 0.7)")
-    assert "was 0.7" in text and "was 1.0" not in text
+    assert kept[:3] == said and kept[3].startswith("resumed with --steps 3 (was 2)")
+    assert kept[5] == "lr is 0.002 in step 3 (it was 0.001 in step 2)", kept
+    assert "temperature" not in text and "goes on after step 2 of 3, begun " in text
     # What a resume is compared by is there.
     settings = json.loads((faults.last(tmp_path / "runs/x") / "state.json").read_text())["settings"]
     named = {*FACTS - {"teacher_files"}, "row_digests", "group"}

@@ -169,7 +169,7 @@ def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
             items.append(item("no 99 of them", row.answer))
     for answer in REFUSED:
         for row in rows_with(answer, tmp_path):
-            with pytest.raises(SettingsError, match="exact needs 'answer': row 0 of") as error:
+            with pytest.raises(SettingsError, match="exact needs 'answer': row 1 of") as error:
                 rewards.check_rows(needs, [row])
             assert repr(str(row.answer)) in str(error.value)
     expected = [(0, 0, 0) if one.completion[:2] == "no" else (1, 1, 1) for one in items]

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, normalizers
 
 import data
 import flags
@@ -116,8 +117,8 @@ def schema(name, **properties):
 def refusal(load, row, folder, **flags) -> str:
     with pytest.raises(SettingsError) as error:
         of(load, row, folder, **flags)
-    assert "row 0 (counted from 0): " in str(error.value)
-    return str(error.value).partition("from 0): ")[2]
+    assert "row 1: " in str(error.value)
+    return str(error.value).partition("row 1: ")[2]
 
 
 # ---- nulls and calls
@@ -157,6 +158,21 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
                           ({"think": 1}, "no place for think"),  # it is written, and no name
                           ({"add_generation_prompt": False}, "multiple values")):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
+
+
+@pytest.mark.parametrize("words, form", [
+    ("＜|im_end|＞", normalizers.NFKC()), ("<|IM_END|>", normalizers.Lowercase()),
+    ("<|im_end│>", normalizers.Replace("│", "|"))])
+def test_a_mark_that_the_normalizer_makes_is_found(words, form):
+    """Where the tokenizer looks for it in the normalized text, its id is that of the end."""
+    made = tiny.make_tokenizer()
+    made.add_tokens([AddedToken("<|im_end|>", normalized=True)])
+    made.backend_tokenizer.normalizer = form
+    end = made.convert_tokens_to_ids("<|im_end|>")
+    for text in words, f"Say {words}, please":
+        assert end in made(text)["input_ids"]
+        with pytest.raises(SettingsError, match=r"its words hold <\|im_end\|>"):
+            data.marks_of(made).check([user(text)])
 
 
 @pytest.mark.parametrize("mark", ['<|"|>', "<|\\|>", "＜end＞"])
@@ -285,6 +301,33 @@ def test_thoughts_need_a_place(tmp_path):
         assert of(asked, chat, tmp_path).prompt == template(chat["prompt"])
         assert f"leaves out the message of role {role}" in refusal(
             asked, chat, tmp_path, tokenizer=deaf)
+
+
+# ---- what a run says of its rows
+
+@needs("sft")
+def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path):
+    """Data sets write "proof" where there is no answer, and a solution beside it."""
+    def said_of(load, rows, **flags) -> str:
+        return inputs.what_is_read(load(store(tmp_path, "jsonl", rows), **flags))
+
+    row = {"problem": "q", "solution": r"s \boxed{7}", "answer": "7"}
+    words = [row | {"answer": word} for word in ("proof", "notfound", "proof", "notfound", "proof")]
+    assert said_of(asked, [row, row]) == "2 rows: prompt from problem, answer from answer"
+    assert said_of(asked, [row, *words]) == (
+        "6 rows: prompt from problem, answer from answer; answers that are no number: 'proof' 3 "
+        "times, 'notfound' 2 times")
+    nothing = [{"prompt": "q"}, {"prompt": "q", "answer": None}, {"prompt": "q", "answer": " "}]
+    assert said_of(asked, [*nothing, row | {"answer": None}]) == (
+        "3 rows: prompt from prompt, no answer; 1 row: prompt from problem, answer from the last "
+        "box of solution")
+    assert said_of(asked, [row], prompt_template="{problem}!") == (
+        "1 row: prompt from --prompt_template, answer from answer")
+    chat = {"messages": [user(), said()]}
+    assert said_of(learned, [row, row, chat]) == (
+        "2 rows: prompt from problem, learned from solution; 1 row: prompt from messages, learned "
+        "from messages")
+    assert texts(learned(store(tmp_path, "jsonl", [row]))[0])[2].startswith("s ")
 
 
 # ---- paths

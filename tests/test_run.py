@@ -105,6 +105,7 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
         it = run_of(tmp_path, args(keep=3), engine=MagicMock(), kl_coef=kl_reward_coef, settings={
             "kl_reward_coef": kl_reward_coef})
         it.args.critic_args, it.args.kl_target, it.inputs.rows = True, 0.1, ["a row"]
+        it.args.kl_reward_coef = kl_reward_coef
         it.engine.state.return_value = {"flight": ["a group"]}
         return it
 
@@ -130,13 +131,13 @@ def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, f
 
 
 @pytest.mark.parametrize("started, argv, size, local, command", [
-    ("./run.sh --steps 9", ["grpo.py", "--steps", "9"], 2, 2, "./run.sh --steps 9 --name a-b"),
+    ("./run.sh kk", ["grpo.py", "--steps", "9"], 2, 2, "./run.sh kk --name a-b"),
     (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
     (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
-     "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.' "
+     "bin/torchrun --nproc_per_node 4 grpo.py --name a-b "
      "(with your flags of torchrun)"),
     (None, ["ppo.py", "--name=a-b"], 4, 2,
-     "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b (with your flags of torchrun)")])
+     "bin/torchrun --nproc_per_node 2 ppo.py --name a-b (with your flags of torchrun)")])
 def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
     monkeypatch.setattr(run.sys, "argv", argv)
     monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
@@ -160,6 +161,7 @@ def test_how_a_run_ends(tmp_path, monkeypatch, flags, stops, rank, missed, statu
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: found.append(
         f"saved {all[3]['step']}"))
     monkeypatch.setattr(run.log, "grade", lambda *all: missed)
+    monkeypatch.setattr(run.log, "draw_curve", lambda log: None)
     it.world.rank, it.world.any_rank = rank, lambda flag: flag or rank > 0
     it.log.finish = lambda steps: found.append(f"done {steps}")
     it.stop.agreed = lambda: stops
@@ -178,7 +180,6 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
             for r in [0.0, 0.1, 0.2] + [0.95] * 10]
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     said = []
-    monkeypatch.setattr(log, "draw_curve", lambda log: None)
     it = log.Log(Path(), SimpleNamespace(rank=0), 13)
     it.rows, it.say = rows, said.append
     found = log.grade(it, RunArgs(**flags))

@@ -13,6 +13,7 @@ import ranks
 from families import ROUNDINGS
 from house import needs, of_a_part
 from learning import (
+    GROUP,
     LONGEST,
     Case,
     difference,
@@ -70,6 +71,9 @@ SOME = kept([
     case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, score_tokens=96,
          checkpointing=True, cpu_offload=True),
     case(1, samples="plain", minibatches=3),            # 4 completions in 3 minibatches
+    # Weight decay goes on where no completion learns: in all minibatches; in the second one.
+    case(3, samples="equal", minibatches=2, weight_decay=0.5, update_tokens=64, score_tokens=96),
+    case(7, minibatches=7, epochs=2, weight_decay=0.5, steps=2, update_tokens=77),
     case(2, samples="unscored", minibatches=3),         # nothing to learn from
     case(0, samples="none", minibatches=2),             # --dynamic_sampling that found no group
 ])
@@ -177,6 +181,16 @@ def test_same_update_and_metrics_on_any_ranks(models):
     assert any(micros == [((), 1)] for _, _, micros in cuts)
     assert any(tokens == LONGEST - 1 == budget - 1 for _, budget, micros in cuts
                for _, tokens in micros)
+    # A completion whose advantage is 0 is in no pass, neither of the update nor of a score.
+    for outcomes, c in ((runs[size][n], c) for n, c in enumerate(SOME) for size in runs):
+        idle = {"equal": range(0, 4), "mixed": (1, 2)}.get(c.samples)  # p % 4: see fabricate
+        if idle is None or {"advantage", "kl_reward_coef", "kl_loss_coef", "loss"} & {*c.options}:
+            continue
+        passes = [(phase, row) for o in outcomes for phase, _, micros in o.micros
+                  for rows, _ in micros for row in rows]
+        assert c.samples == "equal" or {phase for phase, _ in passes} >= {"update"}
+        assert not [row for _, row in passes if row // GROUP % 4 in idle], label(c)
+        assert all(math.isfinite(x) for m in outcomes[0].metrics for x in m.values()), label(c)
     # 1 prompt in 3 minibatches: as many optimizer steps on every layout, none of them empty.
     number = SOME.index(case(1, samples="plain", minibatches=3))
     for outcomes in runs.values():

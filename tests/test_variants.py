@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import checkpoint
+import families
 import flags
 import grpo
 import plan
@@ -64,6 +65,9 @@ def refuses(args):
     ("needs a function good(rewards, group, *, scored, eps", {"advantage": "mine.py:good"}),
     ("mine.py:good is for one epoch. Would work: --loss clip", {"loss": "mine.py:good",
                                                                 "epochs": 2}),
+    *((f"--advantage {name} compares the completions of a prompt, so --group must be at least 2",
+       {"advantage": name, "group": 1}) for name in ("rloo", *map(variant, (
+           "gdpo", "lite_ppo", "maxrl")))),
     ("torn.py cannot be loaded: SyntaxError", {"loss": "torn.py:f"}),
     ("it returns shapes [(3,), (2,)]", {"loss": "mine.py:short"}),
     ("of three tokens it raises TypeError: ", {"loss": "mine.py:bare"}),
@@ -75,6 +79,24 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     flags.own.cache_clear()
     found, = plan.problems(changed(grpo.Args(), lr=1e-6, **settings), 1)
     assert words in found
+
+
+@pytest.mark.parametrize("least, trained", [("", 3), ("LEAST = 2", 0)])
+def test_an_advantage_of_a_file_says_whether_it_compares(least, trained, tmp_path):
+    """One with a fixed baseline needs no group."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"{least}\ndef fixed(rewards, group, **_): return rewards - 0.5\n")
+    args = changed(grpo.Args(), lr=1e-6, group=1, advantage=f"{mine}:fixed")
+    assert bool(plan.problems(args, 1)) == bool(least)
+    batch = families.batch_of([[3, 4]] * 3, [[5, 6], [7], [8, 9]])
+    for one in batch.samples:
+        one.score.parts["exact"] = 0.0
+    tokens, metrics = grpo.tokens_in_loss(args, batch)
+    assert (metrics["batch/trained"], metrics["batch/dropped_no_baseline"]) == (
+        trained, 3 - trained)
+    if trained:
+        A = grpo.compute_advantages(args, batch, tokens, None, None)
+        assert A.tolist() == [-0.5] * 5  # of each token
 
 
 def files_of(world, folder: str) -> list[str]:

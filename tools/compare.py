@@ -15,7 +15,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import SettingsError
+from errors import SettingsError, command
 from tools import plot, samples
 
 
@@ -75,12 +75,9 @@ def main(words: list[str]) -> None:
     parser.add_argument("a", nargs="+", metavar="A ... -- B")
     cut = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:cut])
-    try:
-        sides = [read("A", asked.a), read("B", words[cut + 1:])]
-        print("\n".join(compare(sides, f"reward/{asked.reward}")))
-    except SettingsError as error:
-        sys.exit(f"error: {error}")
+    sides = [read("A", asked.a), read("B", words[cut + 1:])]
+    print("\n".join(compare(sides, f"reward/{asked.reward}")))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command(main, sys.argv[1:])

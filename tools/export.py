@@ -3,7 +3,8 @@
     python tools/export.py runs/NAME             the newest one, to runs/NAME/step_N
     python tools/export.py runs/NAME 40 --to X   that of step 40, to X
 
-Run it in the folder of the run's command: it reads --model again. Adapters are merged.
+It reads --model again, which may be a path from the folder of the run's command. Adapters are
+merged.
 """
 import argparse
 import os
@@ -18,7 +19,7 @@ import flags
 import inputs
 import model
 from data import eos_ids
-from errors import SettingsError
+from errors import SettingsError, tell
 from log import read
 from settings import changed, values_of
 
@@ -51,8 +52,10 @@ def load(settings: dict, source: str, path: Path, world: dist.World) -> model.Po
 
 def export(run: Path, step: int | None, to: Path | None) -> None:
     """Writes the folder. SettingsError: there is no such checkpoint or model."""
-    path = find(run, step)
-    to = to or run / path.name
+    path = find(run := run.absolute(), step)
+    to = (to or run / path.name).absolute()
+    if run.parent.name == "runs":
+        os.chdir(run.parent.parent)
     if to.exists():
         raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
     settings = read(path / "state.json")["settings"]
@@ -65,7 +68,7 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
         source).get_text_config().vocab_size
     checkpoint.export_model(load(settings, source, path, dist.join()), source, to,
                             [i for i in ends if 0 <= i < vocab])
-    print(to)
+    tell(str(to))
 
 
 def main():

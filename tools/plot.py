@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import SettingsError
+from errors import SettingsError, command
 from log import read, read_metrics
 
 PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
@@ -206,10 +206,12 @@ def main():
         draw(groups, args.out, (reward,))
     except SettingsError as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:  # the table's reader left
+        raise
     except (OSError, ValueError) as error:  # ValueError: a name that ends in no kind of picture
         sys.exit(f"error: {args.out} cannot be written as a picture ({error}).")
     print(f"picture: {args.out}")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -29,6 +29,7 @@ import losses
 import model
 import plan
 from batch import Batch, Completion, Micro, Sample
+from errors import command
 from flags import parse
 from model_files import config_of
 from rewards import Score
@@ -181,8 +182,10 @@ def plain_hidden(self, inputs, source):
 
 def set_conditions(trial: Trial, made: dict) -> None:
     """Changes this process for the trial."""
-    def micros(self, world, rows, budget, phase, learns=None):
-        return [Micro(self, [row], world.device, row in trial.alone) for row in rows]
+    def micros(self, world, rows, budget, phase):
+        if phase.startswith("update"):  # else a score pass, which has no gradient
+            rows = [row for row in rows if row in trial.alone]
+        return [Micro(self, part, world.device) for part in ([[row] for row in rows] or [[]])]
 
     if trial.alone is not None:
         Batch.micros = micros
@@ -323,4 +326,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import log
-from errors import SettingsError
+from errors import SettingsError, command
 from tools.plot import Run
 
 TEXTS = "prompt", "completion", "turns"
@@ -82,4 +82,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

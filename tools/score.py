@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import log
 import losses
 import rewards
-from errors import SettingsError
+from errors import SettingsError, command
 from flags import CommonArgs
 from tools.samples import read
 from worker import Item
@@ -92,14 +92,11 @@ def main():
     parser.add_argument("rewards", nargs="+", metavar="REWARD")
     parser.add_argument("--show", type=int, default=5)
     args = parser.parse_args()
-    try:
-        rows = [row for row in read(args.run, "step") if not row["file"].startswith("eval")]
-        if not rows:
-            raise SettingsError(f"no completions in {args.run}/samples/")
-        print(page(rows, args.rewards, args.show))
-    except SettingsError as error:
-        sys.exit(f"error: {error}")
+    rows = [row for row in read(args.run, "step") if not row["file"].startswith("eval")]
+    if not rows:
+        raise SettingsError(f"no completions in {args.run}/samples/")
+    print(page(rows, args.rewards, args.show))
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

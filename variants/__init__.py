@@ -7,7 +7,8 @@ eps, parts {name: (weight, (N,))}, trained (N,) bool, row (M,), lengths (N,), tu
 turn_rewards (M,), old_logprobs (M,), engine_logprobs (M,)) → (N,) float64, 0 where not scored; a
 part is NaN where it does not apply. turn: the number of a token's turn in its completion.
 turn_rewards: at the last token of a turn what it was paid, as it counts in `rewards`, else 0.
-PER = "token" in a file says that its function returns (M,). **others must stand for what a function
-does not use. What they mean: losses.py. refuses(args): why the flags do not fit, or None. Constants
-are at the top: edit them there. Of the project only files in front are imported.
+PER = "token" in a file says that its function returns (M,), and LEAST = 2 that it compares the
+completions of a prompt: a group with fewer scored ones is not trained on. **others must stand for
+what a function does not use. What they mean: losses.py. refuses(args): why the flags do not fit, or
+None. Constants are at the top: edit them there. Of the project only files in front are imported.
 """

@@ -9,6 +9,8 @@ import torch
 
 import losses
 
+LEAST = 2
+
 
 def gdpo(rewards, group, *, scored, eps, parts, trained, **others):
     total = torch.zeros_like(rewards)

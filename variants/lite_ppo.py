@@ -8,6 +8,8 @@ import torch
 
 import losses
 
+LEAST = 2
+
 
 def lite_ppo(rewards, group, *, scored, eps, **others):
     centered = losses.group_advantages(rewards, group, kind="dr_grpo", eps=eps, scored=scored)

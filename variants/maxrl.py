@@ -10,6 +10,8 @@ import torch
 import losses
 from errors import SettingsError
 
+LEAST = 2
+
 
 def maxrl(rewards, group, *, scored, eps, **others):
     R = torch.where(scored, rewards, 0)

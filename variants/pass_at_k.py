@@ -9,7 +9,7 @@ import torch
 import losses
 from errors import SettingsError
 
-K = 4
+K, LEAST = 4, 2
 
 
 def pass_at_k(rewards, group, *, scored, **others):

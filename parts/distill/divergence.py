@@ -23,7 +23,7 @@ def beside(teacher, micro, temperature: float, kind: str):
         return None
     model = teacher.module
     with torch.no_grad():
-        hidden = teacher.logprobs(micro, 1.0, "none", hidden_alone)  # (n, H)
+        hidden = teacher.logprobs(micro, 1.0, formula=hidden_alone)  # (n, H)
     model.unshard()
     return partial(token_divergences, teacher=Teacher(
         hidden, model.head, temperature / model.scale, kind))
@@ -34,7 +34,7 @@ def hidden_alone(hidden, *options):
     return hidden
 
 
-def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: str,
+def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: bool,
                       teacher: Teacher):
     """What token_logprobs gives, and the divergence from the teacher: (n,), (n,), (n,)."""
     def part(hidden, targets, other):

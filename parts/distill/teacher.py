@@ -60,12 +60,12 @@ def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs,
             made = make_row(row.index, row.columns, row.source, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
             why = str(error).replace("--prompt_template", "--teacher_prompt")
-            raise SettingsError(f"--teacher_prompt, row {row.index}: {why}") from None
+            raise SettingsError(f"--teacher_prompt, row {row.number}: {why}") from None
         if made is None:
-            raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")
+            raise SettingsError(f"--teacher_prompt gives row {row.number} no text.")
         if not len(row.prompt_ids) <= len(made.prompt_ids) <= args.max_prompt_tokens:
             raise SettingsError(
-                f"--teacher_prompt gives row {row.index} {len(made.prompt_ids)} tokens; it must "
+                f"--teacher_prompt gives row {row.number} {len(made.prompt_ids)} tokens; it must "
                 f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
                 f"{args.max_prompt_tokens}.")
         found.append(TaughtRow(**vars(row), teacher_ids=made.prompt_ids))

@@ -3,7 +3,6 @@
 A judge behind a server answers slowly, and can answer many at a time (examples/judge.py).
 """
 import asyncio
-import traceback
 from typing import NamedTuple
 
 import worker
@@ -82,7 +81,7 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
         elif isinstance(task.exception(), MemoryError):  # as in worker.found_by
             raise task.exception()
         else:
-            error = "".join(traceback.format_exception(task.exception()))[-2000:]
+            error = worker.failure(task.exception())
     found[part] = [error] * len(items)
 
 

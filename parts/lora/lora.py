@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -166,14 +167,15 @@ def adapter_config(lora: LoraArgs, base: str, layers) -> dict:
 def export(run) -> None:
     """Writes the adapters alone to runs/NAME/adapter: peft's two files, in float32, by rank 0. A
     collective."""
-    policy, args = run.policy, run.args
-    base = run.inputs.source if is_tiny(args.model) else args.model
+    policy, name, source = run.policy, run.args.model, run.inputs.source
+    # It outlives the run, and may be read in another folder: a name of the hub, or a whole path.
+    base = str(Path(source).absolute()) if source == name or is_tiny(name) else name
     layers = [name.removesuffix(".weight") for name in policy.layers]
     weights = {name: tensor.float().cpu().contiguous()
                for name, tensor in tensors(policy.module.lm, run.world.device)}
     if run.world.rank == 0:
         with whole_folder(run.log.folder / "adapter") as unfinished:
-            config = adapter_config(args.parts.lora, base, layers)
+            config = adapter_config(run.args.parts.lora, base, layers)
             save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
             (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))
 

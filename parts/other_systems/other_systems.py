@@ -19,13 +19,23 @@ OTHERS = {  # the table of docs/use/recipes.md
     "--kl_loss_coef": "TRL beta, EasyR1 kl_coef"}
 
 
-def theirs(words: list[str]) -> list[str]:
-    """A sentence for each of the words that is another system's flag."""
-    found = []
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        name = "." + flag[2:].replace("-", "_")  # verl's are long: --actor_rollout_ref.rollout.n
-        for here, names in OTHERS.items():
-            for system, *known in map(str.split, names.split(", ")):
-                if any(name.endswith("." + one) for one in known):
-                    found.append(f"{system}'s {flag} is {here} here.")
-    return found
+def theirs(words: list[str]) -> tuple[list[str], list[str]]:
+    """A sentence for each of the words that is another system's flag; and the words without them
+    and their values."""
+    sentences, rest, dropped = [], [], False
+    for word in words:
+        if word.startswith("--"):
+            found = ours(word.partition("=")[0])
+            sentences += found
+            dropped = bool(found)
+        if not dropped:
+            rest.append(word)
+    return sentences, rest
+
+
+def ours(flag: str) -> list[str]:
+    """A sentence for each of our flags that another system calls so."""
+    name = "." + flag[2:].replace("-", "_")  # verl's are long: --actor_rollout_ref.rollout.n
+    return [f"{system}'s {flag} is {here} here." for here, names in OTHERS.items()
+            for system, *known in map(str.split, names.split(", "))
+            if any(name.endswith("." + one) for one in known)]

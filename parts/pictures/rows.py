@@ -53,8 +53,8 @@ def pictures_in(row: Row) -> Pictures | None:
 # ---- from columns ----
 
 def folder_of(spec: str) -> Path:
-    """Of the data: paths of pictures begin there."""
-    path = Path(data.parts_of(spec)[0])
+    """Of the data: paths of pictures begin there. samples/ has them, and is read elsewhere."""
+    path = Path(data.parts_of(spec)[0]).absolute()
     return path if path.is_dir() else path.parent
 
 

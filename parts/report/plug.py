@@ -16,6 +16,7 @@ def end(run):
     """Writes the page, on rank 0."""
     log = run.log
     if run.args.parts.report.report and log.writing:
-        from parts.report import report  # nothing else needs it
-        text = report.page([log.folder], log.folder, most_read=report.AT_THE_END)
-        write_whole(log.folder / "report.html", text)
+        with log.decoration("report.html is not written"):
+            from parts.report import report  # nothing else needs it
+            text = report.page([log.folder], log.folder, most_read=report.AT_THE_END)
+            write_whole(log.folder / "report.html", text)

@@ -23,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from dist import SettingsError  # noqa: E402
+from errors import SettingsError, command  # noqa: E402
 from log import finished_steps, is_evaluation, read, read_metrics, write_whole  # noqa: E402
 from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402
@@ -265,4 +265,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -37,7 +37,7 @@ class Supervised(Run):
         weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
         with self.log.time("eval"), torch.no_grad():
             for micro in batch.micros(self.world, rows, self.args.score_tokens, "held out"):
-                logprobs, entropy = self.policy.logprobs(micro, self.args.temperature, "value")
+                logprobs, entropy = self.policy.logprobs(micro, self.args.temperature, True)
                 meter.add(micro.of_rows(weights), {
                     "eval/loss": -logprobs, "eval/entropy": entropy})
             found = meter.metrics()

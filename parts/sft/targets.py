@@ -14,12 +14,12 @@ from os.path import commonprefix
 
 import data
 from data import (
-    ANSWERS,
     CHATS,
     PROMPTS,
     Marks,
     Row,
     chat_of,
+    first_of,
     ids_after,
     messages_of,
     not_null,
@@ -30,7 +30,8 @@ from data import (
 from errors import SettingsError
 
 ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
-COMPLETIONS = ("completion", "response", *ANSWERS, "output")
+# A row that has both is learned by its solution, and scored by its answer.
+COMPLETIONS = "completion", "response", "solution", "answer", "ground_truth", "target", "output"
 
 
 @dataclass
@@ -68,6 +69,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args
              eos_ids: list[int]) -> LearnedRow | None:
     """In the place of data.make_row. None: its prompt is empty."""
     prompt, replies = split(columns)
+    learned, asked = (first_of(names, columns) for names in ((*CHATS, *COMPLETIONS), PROMPTS))
     if prompt is not None:
         columns = columns | {"prompt": prompt}
     json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
@@ -80,14 +82,16 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args
     if tokenizer.chat_template and not row.finished:
         texts = chat_texts(messages_of(columns, args), replies, tokenizer, options)
     found = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
-    return LearnedRow(**vars(row), target=found)
+    asked = learned if learned in CHATS else asked or row.read["prompt"]
+    read = {"prompt": asked, "learned": learned}
+    return LearnedRow(**vars(row) | {"read": read}, target=found)
 
 
 def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
     """The prompt of a row, and the messages after it. The last one is the assistant's. None:
     --prompt_template makes the prompt, or there is none."""
     there = not_null(columns)
-    column = next((name for name in (*CHATS, *COMPLETIONS) if name in there), None)
+    column = first_of((*CHATS, *COMPLETIONS), there)
     if column is None:
         raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
                             f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
@@ -104,7 +108,7 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
         prompt, replies = chat[:first], chat[first:]
     else:
         replies = chat_of(column, there[column], "assistant")
-        prompt = next((there[name] for name in PROMPTS if name in there), None)
+        prompt = there.get(first_of(PROMPTS, there))
     said = [i for i, m in enumerate(replies) if is_learned(m)]
     if not said:
         raise SettingsError("a chat to learn needs a message of the role assistant whose weight is "

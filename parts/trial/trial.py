@@ -46,8 +46,8 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     a, peaks = plan.args, {}
 
     def update(micro):
-        entropy = "grad" if a.entropy_coef else "value"
-        found = policy.logprobs(micro, a.temperature, entropy, a.formula(reference, micro))
+        found = policy.logprobs(micro, a.temperature, a.entropy_coef != 0,
+                                a.formula(reference, micro))
         policy.backward(sum(found).sum())
         if reference:
             reference.module.reshard()  # a formula may leave its head whole
@@ -57,7 +57,9 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
             scored.logprobs(micro, a.temperature)
 
     def values(micro):
-        critic.backward(critic.values(micro).sum())  # of a score pass: nothing
+        found = critic.values(micro)
+        if found.requires_grad:  # not in a score pass
+            critic.backward(found.sum())
 
     forwards = {"update": update, "score": score, "critic update": values, "critic score": values}
     models = [it for it in (policy, critic) if it]

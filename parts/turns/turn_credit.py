@@ -12,7 +12,7 @@ import torch
 
 import losses
 
-PER = "token"
+PER, LEAST = "token", 2
 
 
 def turn_credit(rewards, group, *, scored, eps, row, batch, parts, **others):

@@ -17,10 +17,9 @@ from os.path import commonprefix
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 
 from batch import Completion
-from data import Prompt, Row, ids_after, marks_of, reader, texts_of
+from data import Prompt, Row, ids_after, marks_of, reader, templated, texts_of
 from errors import SettingsError
 from parts.turns.replies import Move
 from rewards import Answer, Pool, check_rows, file_of, report
@@ -128,9 +127,8 @@ class Bridge:
         if self.system is not None:
             chat = [{"role": "system", "content": self.system}, *chat]
         try:
-            return self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=goes_on)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            return templated(chat, self.tokenizer, {}, add_generation_prompt=goes_on)
+        except (SettingsError, ValueError, KeyError) as error:
             roles = ", ".join(m["role"] for m in chat)
             raise SettingsError(f"--reply: the chat template takes no messages of the roles "
                                 f"{roles} ({error}).") from None

@@ -69,7 +69,7 @@ def test_the_divergences_memory_is_within_the_plan(kind):
     teacher = head.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
     with Live() as live:
         logp, _, divergence = head.token_divergences(
-            h, lambda x: x @ weight.T, t, 1.0, chunk, "value", teacher)
+            h, lambda x: x @ weight.T, t, 1.0, chunk, False, teacher)
         (logp + divergence).sum().backward()
     assert live.largest <= chunk * vocab * 4
     copies = (live.peak - 3 * weight.nbytes) / (chunk * vocab * 4)
@@ -191,9 +191,9 @@ def test_the_teachers_prompt_has_more_in_it():
     assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}
     for template, limit in ("{note}", 512), ("{question} {question} {answer}", 15):
-        with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):
+        with pytest.raises(SettingsError, match="--teacher_prompt gives row 1"):
             add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
-    with pytest.raises(SettingsError, match="--teacher_prompt, row 0: .*surrogates"):
+    with pytest.raises(SettingsError, match="--teacher_prompt, row 1: .*surrogates"):
         add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
 
 

@@ -98,7 +98,7 @@ def replayed(world, folder: str) -> tuple:
         alone = Batch([sample])
         with torch.no_grad():
             micro, = alone.micros(world, [0], 60, "score")
-            policy.module(micro.inputs, micro.source, micro.targets, 1.0, "none")
+            policy.module(micro.inputs, micro.source, micro.targets, 1.0, False)
             policy.module.reshard()
         sample.completion.routes = np.stack([seen[layer].numpy() for layer in range(2)], 1)
     again = scores(policy, batch)

@@ -184,6 +184,17 @@ def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them
         assert torch.allclose(now[name], was[name] + 1.5 * b @ a, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name, folder, base", [
+    ("./base", "./base", "{here}/base"), ("runs/x/model", "runs/x/model", "{here}/runs/x/model"),
+    ("tiny", "runs/tiny-sort-1", "{here}/runs/tiny-sort-1"), ("/a/base", "/a/base", "/a/base"),
+    ("Qwen/Qwen2.5-0.5B", "/cache/snapshots/1", "Qwen/Qwen2.5-0.5B")])
+def test_an_adapter_names_its_base_so_that_any_folder_finds_it(
+        name, folder, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    *_, policy = lora.kinds(lora.LoraArgs(2), name, folder)
+    assert policy.keywords["base"] == base.format(here=tmp_path)
+
+
 @pytest.mark.parametrize("rank, room", [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
 def test_an_engine_has_room_for_the_rank(rank, room):
     class Plain:

@@ -50,11 +50,11 @@ def test_a_picture_whose_side_is_too_long_is_named_with_its_row(folder):
     Image.new("RGB", (2010, 10)).save(folder / "thin.png")
     Image.new("RGB", (1500, 10)).save(folder / "long.png")
     good, thin, long = ({"prompt": "q", "image": f"{name}.png"} for name in ("a", "thin", "long"))
-    with pytest.raises(SettingsError, match="rows.jsonl, row 1 .counted from 0.: a picture of "
+    with pytest.raises(SettingsError, match="rows.jsonl, row 2: a picture of "
                        "2,010 x 10 pixels has a side that is more than 200 times the other"):
         read(folder, good, thin)
     read(folder, good, long)
-    with pytest.raises(SettingsError, match="row 1 .*1,500 x 10 pixels has .* tokens at its small"):
+    with pytest.raises(SettingsError, match="row 2.*1,500 x 10 pixels has .* tokens at its small"):
         read(folder, good, long, most=16)
 
 

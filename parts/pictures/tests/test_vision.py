@@ -175,6 +175,22 @@ def test_bytes_structs_and_modes_are_taken(folder):
         assert eyes.pixels([made.getvalue()])[0].shape == (1, 3, 32, 32)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L", "1", "CMYK"])
+def test_a_picture_is_what_the_server_of_the_exported_model_makes_of_it(mode, folder):
+    """With any opacity; in a palette, and in three channels, with a color that stands for none: of
+    three channels vLLM shows it."""
+    from vllm.multimodal.media.image import ImageMediaIO
+    image, made = Image.open(folder / "a.png").convert("RGBA"), io.BytesIO()
+    image.putalpha(Image.effect_noise(image.size, 90))
+    image = image.convert("RGB" if mode in ("P", "CMYK") else "RGBA").convert(mode)
+    clear = {"transparency": image.getpixel((0, 0))} if mode in ("P", "RGB") else {}
+    image.save(made, "tiff" if mode == "CMYK" else "png", **clear)
+    theirs = ImageMediaIO().load_bytes(made.getvalue()).media
+    assert opened(made.getvalue()).tobytes() == theirs.tobytes()
+    plain = Image.open(made).convert("RGB").tobytes()
+    assert (theirs.tobytes() == plain) == (mode not in ("RGBA", "LA", "P"))
+
+
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_a_picture_is_upright_as_transformers_opens_it(folder, tmp_path, turn):
     """A camera stores what it saw, and beside it in EXIF how it was held."""
@@ -210,7 +226,7 @@ def broken(folder: Path, name: str) -> None:
     ({"prompt": "see <image>"}, "has 1 places <image> and the row 0 pictures")])
 def test_a_bad_row_is_one_sentence_with_its_number(folder, row, words):
     broken(folder, str(row.get("image")))
-    with pytest.raises(SettingsError, match=f"rows.jsonl, row 1 .counted from 0.: .*{words}"):
+    with pytest.raises(SettingsError, match=f"rows.jsonl, row 2: .*{words}"):
         read(folder, {"prompt": "q", "image": "a.png"}, row)
 
 
@@ -326,7 +342,7 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
         part.save_pretrained(folder / "plain")
     args = changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
-    with pytest.raises(SettingsError, match="row 0 .*has no place for image. Would work: rows"):
+    with pytest.raises(SettingsError, match="row 1.*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
 
 

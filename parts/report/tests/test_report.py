@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from parts.report.args import ReportArgs
 
 from house import parts, write_run
 from parts.report import report
-from parts.report.args import ReportArgs
 from tracked import ROOT
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",

@@ -66,7 +66,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_in_one_sentence(tmp_p
     thought = [CHAT[0], {"role": "assistant", "content": "<think>a</think>13"}]
     (row,), _ = load(tmp_path, [{"messages": thought}], tokenizer)
     assert all(row.target[1])
-    with pytest.raises(SettingsError, match="row 1 .* rewrites '<think>a</think>13' before .* Would"
+    with pytest.raises(SettingsError, match="row 2.* rewrites '<think>a</think>13' before .* Would"
                        " work: one row for each turn"):
         load(tmp_path, [{"messages": thought}, {"messages": thought + CHAT[2:4]}], tokenizer)
 
@@ -92,7 +92,7 @@ def test_a_turn_may_begin_with_what_the_template_writes(tmp_path, traits):
         try:
             found = learned({"messages": chat})
         except SettingsError as error:
-            way = str(error).split("row 0 (counted from 0): ")[1]
+            way = str(error).split("row 1: ")[1]
         else:
             assert one_word(words) in found
             assert found.count(one_word(words.removeprefix("<think>"))) == n

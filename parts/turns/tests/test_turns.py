@@ -283,7 +283,7 @@ def test_the_examples_answer_the_last_words_of_the_model():
 
 @pytest.mark.parametrize("code, words", [
     ("def reply(row): return None", r"with a parameter turns \(it has \['row'\]"),
-    ("def reply(turns, colour): return None", "reply needs 'colour': row 0 of"),
+    ("def reply(turns, colour): return None", "reply needs 'colour': row 1 of"),
     ("def reply(row, turns): return None", "system, user .*only user")])
 def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, words):
     (tmp_path / "own.py").write_text(code)

@@ -1,0 +1,96 @@
+"""The engine's new weights, beside another checkout: CPU seconds of one sync, of all ranks.
+
+    python bench/sync.py --beside FOLDER               FOLDER: a checkout of another commit
+    python bench/sync.py --beside FOLDER --only tiny   one model; --ranks 2: the ranks of both
+
+Both load the same weights; after each sync the engine samples, and the table says whether the token
+ids are equal. That the engine's tensors are equal bit for bit: tests/test_engine.py. Both
+contestants are in memory at once.
+"""
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+# Whose code is timed: see Contestant.
+sys.path.insert(0, os.environ.get("CONTESTANT", str(Path(__file__).resolve().parent.parent)))
+
+import torch
+
+import dist
+import model
+from beside import ROOT, Contestant, measure
+from examples import tiny
+from rollout import Engine, EngineArgs, Request
+
+SIZES = {"tiny": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                      num_attention_heads=4, num_key_value_heads=4),
+         "106m": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                      num_attention_heads=9, num_key_value_heads=3)}
+
+
+def random_model(size: str) -> str:
+    """A folder with random weights in float32, of SmolLM2's shapes, with tiny.py's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    folder = ROOT / "runs" / f"bench-sync-{size}"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=tiny.VOCAB, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=2, dtype="float32", **SIZES[size])).save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def serve(size: str) -> None:
+    """The process of a Contestant: a sync for each line of rank 0's input."""
+    world, args, log = dist.join(120), model.ModelArgs(), lambda name: nullcontext()
+    torch.set_num_threads(1)
+    folder = str(ROOT / "runs" / f"bench-sync-{size}")
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
+                          model.OptimizerArgs())
+    engine = Engine(folder, world, EngineArgs(max_num_seqs=8), tokenizer=None, eos_ids=[2],
+                    dtype=torch.float32, max_len=64, max_tokens=8, seed=0, kv_cache=2**26,
+                    log=SimpleNamespace(time=log), trained=[policy])
+    while any(world.gather([sys.stdin.readline() if world.rank == 0 else ""])):
+        began = time.process_time()
+        engine.bring(policy)
+        seconds = sum(world.gather([time.process_time() - began]))
+        done = engine.complete([Request([5, 6, 7 + i], i) for i in range(8)], 1.0)
+        made = hashlib.sha256(b"".join(c.ids.tobytes() for c in done))
+        if world.rank == 0:
+            print(json.dumps({"seconds": seconds, "made": made.hexdigest()}), flush=True)
+    engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, help="a checkout of another commit")
+    parser.add_argument("--only", choices=SIZES)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        return serve(options.only)
+    if not options.beside:
+        parser.error("--beside FOLDER must be given: seconds of one checkout say nothing.")
+    print("| model | ranks | CPU seconds | ratio | the same samples |\n|---|---|---|---|---|")
+    for size in [options.only] if options.only else SIZES:
+        random_model(size)
+        other, ours = (Contestant("sync.py", folder, "--only", size, ranks=options.ranks)
+                       for folder in (options.beside, ROOT))
+        cells, (theirs, mine) = measure(size, other, ours, options.times)
+        same = "yes" if theirs["made"] == mine["made"] else "no"
+        print(f"| {size} | {options.ranks} | {cells} | {same} |", flush=True)
+        other.close()
+        ours.close()
+
+
+if __name__ == "__main__":
+    dist.run(main)
