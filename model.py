@@ -342,6 +342,7 @@ class Policy(Trained):
 
     def __init__(self, module, world, args):
         super().__init__(module, world, args)
+        self.metrics: dict[str, float] = {}  # of the last step, beside those of `learn`
         # vLLM refuses Gemma 2's tied head.
         gemma2 = type(module.lm).__name__.startswith("Gemma2")
         self.left_out = {"lm_head.weight"} if gemma2 else set()
