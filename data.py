@@ -1,4 +1,4 @@
-"""data.py: rows → prompts: messages, chat template, end-of-sequence ids, the order of rows.
+"""data.py: rows → prompts: messages, chat template, the order of rows.
 
 docs/use/data_and_rewards.md has the forms of rows. Messages come first: as people store them → as
 chat templates want them. Where they cannot be read a ValueError names the message and the key.
@@ -10,10 +10,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +20,11 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from tqdm import tqdm
 
-from errors import SettingsError
+from errors import SettingsError, as_sentence
 from settings import Count, Flags
+from texts import Marks, marks_of, prompt_ids, templated
 from verifiers import last_boxed
+from worker import ROOT, load_file
 
 # ---- messages ----
 
@@ -127,17 +127,6 @@ def call_of(stored) -> dict:
 
 
 # ---- what the chat template gets ----
-
-def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """The text that the chat template makes of the messages. Its `strftime_now` is the tokenizer's
-    `clock`, which inputs.py sets to when the run began. SettingsError: it raises."""
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, **options, **more,
-            strftime_now=getattr(tokenizer, "clock", datetime.now().strftime))
-    except (TemplateError, TypeError) as error:
-        raise SettingsError(f"the chat template: {error}") from error
-
 
 def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
     """The text that the model sees. SettingsError: the chat template cannot write it."""
@@ -303,7 +292,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         f"{len(raw) - len(rows)} empty")
 
 
-def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
+def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
              args: DataArgs) -> Row | None:
     """A row as the model sees it. None: it asks nothing."""
     columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
@@ -332,6 +321,8 @@ def one_line(error) -> str:
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
+    if ".py:" in spec:
+        return rows_of_function(spec, seed), Path(spec).name
     name, config, split = parts_of(spec)
     if name in ("tiny", "reasoning_gym"):
         from examples import reasoning_gym_tasks, tiny
@@ -341,7 +332,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     is_file = name.endswith(FILES) and not os.path.isdir(name)
     if is_file != os.path.isfile(name) or is_file and config + split:
         raise SettingsError(f"{spec} is no file on this machine, or does not end in "
-                            f"{', '.join(FILES)}.")
+                            f"{', '.join(FILES)}. Rows of another form: FILE.py:NAME, a function "
+                            "that returns or yields dicts.")
     try:
         rows = read_file(name) if is_file else read_datasets(
             name, config or None, split or "train")
@@ -353,6 +345,23 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         raise SettingsError(f"{spec} has no rows.")
     parts = Path(os.path.splitext(name)[0] if is_file else name).parts[-2:]
     return rows, "/".join(parts).lstrip("./")
+
+
+def rows_of_function(spec: str, seed: int) -> list[dict]:
+    """The rows that the function of FILE.py:NAME returns or yields. It is called once on each rank,
+    with the seed. SettingsError: there is none, it fails, or what it gives is no rows."""
+    path, _, name = spec.rpartition(":")
+    found = [it for it in (Path(path), ROOT / path) if it.is_file()]
+    if not found:
+        raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
+    with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
+        rows = list(getattr(load_file(found[0].resolve()), name)(seed))
+        wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
+        if wrong:
+            raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")
+        if not rows:
+            raise ValueError("it gave none")
+    return rows
 
 
 def parts_of(spec: str) -> tuple[str, str, str]:
@@ -493,108 +502,3 @@ def fill_template(template: str, columns: dict) -> str:
     there = {"": None} | not_null(columns)  # an empty cell is an empty text
     return re.sub(
         pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
-
-
-# ---- what begins and what ends ----
-
-def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
-    """plain: with what the tokenizer puts before a text (BOS), and not with what it puts after."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if plain:
-        whole, n = tokenizer(text)["input_ids"], len(ids)
-        ids = whole[:next((i + n for i in range(len(whole)) if whole[i:i + n] == ids), None)]
-    if ids[1:] and ids[-1] == tokenizer.eos_token_id:
-        raise SettingsError(f"the prompt must not end in {tokenizer.eos_token}, where a completion "
-                            f"ends (see its text, and the chat template).")
-    return ids
-
-
-def ids_after(text: str, tokenizer) -> list[int]:
-    """As after a control token: some tokenizers put a space before the first word."""
-    known = tokenizer.added_tokens_decoder.values()
-    mark = next((t.content for t in known if t.special and not t.rstrip), "")
-    ids = tokenizer(mark + text, add_special_tokens=False)["input_ids"]
-    return ids[1:] if mark else ids
-
-
-def eos_ids(source: str, tokenizer) -> list[int]:
-    """What ends a completion, by the model's files, the tokenizer and the chat template."""
-    path = Path(source) / "generation_config.json"
-    found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
-    ids = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
-    ids = ids if isinstance(ids, list) else [ids]
-    if any(i is not None and type(i) is not int for i in ids):
-        raise SettingsError(f"{path}: eos_token_id must be the number of a token or a list of "
-                            f"numbers, not {found['eos_token_id']!r}.")
-    ends = tokenizer.convert_tokens_to_ids(marks_of(tokenizer).end)
-    return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
-
-
-def texts_of(ids: list[int], tokenizer) -> list[str]:
-    """Of those that are control tokens."""
-    known = tokenizer.added_tokens_decoder
-    return [known[i].content for i in ids if i in known]
-
-
-class Marks(NamedTuple):
-    """Control tokens of a tokenizer and its chat template."""
-    begins: list[str]  # of a chat or a message
-    end: list[str]  # the one, if any, that ends the assistant's
-    silent: list[str]  # all that begin, end or pad: no words
-    normal: Callable[[str], str] = str  # the tokenizer's normalizer, such as NFKC
-
-    def check(self, said) -> None:
-        """SettingsError: what is said (messages, schemas) holds one of `silent`, or the tokenizer's
-        normalizer makes one of it."""
-        text = json.dumps(said, ensure_ascii=False, default=str)
-        texts = text, self.normal(text)
-        for mark in self.silent:
-            forms = [json.dumps(form, ensure_ascii=False)[1:-1]  # a quote in it is \" there
-                     for form in (mark, self.normal(mark).strip("▁") or mark)]
-            if any(form in text for form in forms for text in texts):
-                raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
-                                    "this model. Would work: without it.")
-
-
-def reader(tokenizer, eos_ids: list[int]):
-    """A function, ids → the text for a reward: without what ends, begins or pads.
-    Other control tokens, such as <think>, are the model's words."""
-    texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
-    silent = {i for i, t in known.items() if t.content in texts}
-
-    def read(ids) -> str:
-        ids = [int(i) for i in ids]
-        if ids and ids[-1] in eos_ids:  # it may be an ordinary token
-            ids.pop()
-        return tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False,
-                                clean_up_tokenization_spaces=False)
-    return read
-
-
-def marks_of(tokenizer, eos_ids=()) -> Marks:
-    """The end: what the chat template writes there, or what begins the next message (GLM)."""
-    known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
-    controls = [t.content for t in known
-                if t.special or re.fullmatch(r"[<\[].+[>\]]", t.content)]
-    token = "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)"
-
-    def written(*roles: str) -> list[list[str]]:
-        """What comes first before, between and after messages: tokens, with a role among them."""
-        text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
-        if tokenizer.chat_template:
-            with suppress(SettingsError, ValueError, KeyError):  # it takes no such chat
-                text = templated(chat, tokenizer, {})
-        runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
-                for part in text.split("QX7")]
-        return [re.findall(token, run) for run in runs] + [[]] * 3
-
-    before, header, closing, *_ = written("user", "assistant")
-    again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
-    header = [t for t in header if t not in closing][:1]  # <think> may follow
-    begins = [t for t in before + system + again + header if t not in closing]
-    begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
-    silent = {*begins, *end, *texts_of(eos_ids, tokenizer), tokenizer.eos_token,
-              tokenizer.pad_token}
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: it is not of `tokenizers`
-    normal = backend.normalizer.normalize_str if backend and backend.normalizer else str
-    return Marks(begins, end, [t.content for t in known if t.content in silent], normal)

@@ -246,7 +246,8 @@ class CommonArgs(Flags):
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
     data: str = "tiny"
-    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
+    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny; or
+    your own function FILE.py:NAME, which gets --seed and returns or yields rows, as dicts."""
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: Count = 64

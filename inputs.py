@@ -1,8 +1,5 @@
 """inputs.py: what a run works with, found before weights load: model, tokenizer, rows."""
-import json
 import os
-import re
-import shutil
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +15,11 @@ import dist
 import model
 import model_files
 import rewards
-from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence, tell
 from model_files import shape_from
 from part import ask
 from plan import GIB, Plan, Shape, count, problems
+from texts import check_tokenizer, eos_ids
 from verifiers import number_of
 
 
@@ -137,7 +134,9 @@ def what_is_read(rows: list[data.Row]) -> str:
     common = [f"{word!r:.40} {n:,} times" for word, n in words.most_common()
               if n > 1 and number_of(word) is None][:3]
     found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
-    return "; ".join(found + ["answers that are no number: " + ", ".join(common)] * bool(common))
+    if common:
+        found.append("answers that are no number: " + ", ".join(common))
+    return "; ".join(found)
 
 
 # ---- the model ----
@@ -204,75 +203,7 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
         return found
 
 
-# ---- one reading of a text ----
-
-# What tokenizer_config.json may say so that transformers 4 and 5, and vLLM, take tokenizer.json as
-# it is. For some model_types (qwen2) transformers 5 heeds the first only beside an auto_map.
 FIRST = 200  # rows of --data, and of --eval_data
-EDITS = [{"tokenizer_class": "PreTrainedTokenizerFast"}]
-EDITS += [EDITS[0] | {"auto_map": {"AutoTokenizer": ["-.-", None]}}]
-
-
-def check_tokenizer(tokenizer, folder: str, rows: list[data.Row]) -> None:
-    """SettingsError shows the first text of these rows that transformers' tokenizer of the folder
-    does not read as its tokenizer.json does, to the same ids and back to the same text; or that
-    does not come back from its ids, but for what tokenizer.json's own normalizer changes.
-
-    For many a tokenizer_class transformers 5 takes of tokenizer.json the vocabulary alone, and that
-    class's pre_tokenizer and decoder: https://github.com/huggingface/transformers/issues/45488
-    """
-    from transformers import PreTrainedTokenizerFast
-    path = Path(folder, "tokenizer.json")
-    if not path.exists():  # a vocabulary alone: there is one reading
-        return
-    own = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    for text in (text for row in rows for text in (row.prompt, str(row.answer))):
-        right, given = reading(own, text), reading(tokenizer, text)
-        pieces = [*re.findall(r"\S+\s+\S+", text), text]
-        if right != given:
-            piece = next(it for it in pieces if reading(own, it) != reading(tokenizer, it))
-            (ids, back), (others, other) = reading(own, piece), reading(tokenizer, piece)
-            raise SettingsError(
-                f"{path} reads {piece!r:.60} as {ids[:9]} and writes {back!r:.60}; transformers "
-                f"and vLLM take it for a {type(tokenizer).__name__}, which reads {others[:9]} and "
-                f"writes {other!r:.60}. Would work: {works(folder, text, right)}.")
-        if words(own, text) != words(own, right[1]):
-            piece = next(it for it in pieces if words(own, it) != words(own, reading(own, it)[1]))
-            raise SettingsError(
-                f"{path} reads {piece!r:.60} and writes {reading(own, piece)[1]!r:.60}. Would "
-                "work: the tokenizer.json with which the model was trained.")
-
-
-def reading(tokenizer, text: str) -> tuple[list[int], str]:
-    """The ids of a text, and the text of these ids."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids, tokenizer.decode(ids, skip_special_tokens=False,
-                                 clean_up_tokenization_spaces=False)
-
-
-def words(tokenizer, text: str) -> list[str]:
-    """What stands between the control tokens of a text, as tokenizer.json's normalizer has it.
-    Without white space at its ends: some control tokens take it, and some decoders (▁ is a space of
-    sentencepiece's)."""
-    marks = "|".join(re.escape(t.content) for t in tokenizer.added_tokens_decoder.values())
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    parts = re.split(marks or "(?!)", text)
-    return [(normalizer.normalize_str(part) if normalizer else part).replace("▁", " ").strip()
-            for part in parts]
-
-
-def works(folder: str, text: str, right: tuple) -> str:
-    """The first of EDITS with which transformers reads this text right."""
-    from transformers import AutoTokenizer
-    for edit in EDITS:
-        with TemporaryDirectory() as copy, suppress(Exception):  # transformers refuses it
-            for path in Path(folder).glob("*.json"):
-                shutil.copyfile(path, Path(copy, path.name))
-            path = Path(copy, "tokenizer_config.json")
-            path.write_text(json.dumps(json.loads(path.read_text()) | edit))
-            if reading(AutoTokenizer.from_pretrained(copy), text) == right:
-                return f"{json.dumps(edit)[1:-1]} in its tokenizer_config.json"
-    return "a tokenizer.json and a tokenizer_config.json that one save_pretrained wrote"
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:

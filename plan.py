@@ -226,7 +226,7 @@ GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
 GRAPHS = 1.0 * GIB  # of the engine
 CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
-SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
+SCORE_HEAD, UPDATE_HEAD = 2, 5  # float32 matrices (chunk, vocabulary), without and with backward
 
 
 class Memory:

@@ -192,10 +192,10 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
     notes gets a line. One that is `async def` asks a server, and is not called."""
     if waits or not rows or not any(".py:" in spec for spec in args.reward):
         return
-    limits = RewardArgs(reward_workers=1, reward_timeout=args.reward_args.reward_timeout)
     row, text = rows[0], "a made-up completion"
-    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [], None)
-    with contextlib.closing(Pool(list(args.reward), limits)) as pool:
+    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [],
+                [{"role": "assistant", "content": text}])
+    with contextlib.closing(Pool(list(args.reward), changed(args, reward_workers=1))) as pool:
         pool.wait()
         size = args.group if pool.groups else 1
         error = pool.ask([item] * size, size)[0].error
@@ -203,7 +203,7 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
         return
     lines = error.strip().splitlines()
     why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    said = f"--reward, for {text!r} of row {row.index} of {row.source}: {why}"
+    said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
     if why.startswith("TypeError: a reward must be "):
         raise SettingsError(said)
     notes.append(f"{said} (it may be right for a real one)")

@@ -20,10 +20,11 @@ import torch
 from tqdm import tqdm
 
 from batch import Completion, Sample
-from data import Prompt, Row, reader
+from data import Prompt, Row
 from dist import assert_divisible, share
 from model import Policy, Trained
 from settings import Count, Flags, Range
+from texts import reader
 
 
 @dataclass

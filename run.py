@@ -168,8 +168,9 @@ def set_up(args, kind=None) -> "Run":
     world.together(mistakes.stop)
     flags, facts = values_of(args), checkpoint.facts(args, inputs, world)
     same = {f"--{name}": value for name, value in flags.items()} | facts | {
-        "row_digests": checkpoint.digest(facts["row_digests"]),
-        "eval_digests": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
+        "row_digests": None,
+        "the digest of --data's rows": checkpoint.digest(facts["row_digests"]),
+        "that of --eval_data's": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
     Mistakes(world.differences(same)).stop()
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
@@ -188,8 +189,7 @@ def set_up(args, kind=None) -> "Run":
         what = "a new run"
         if saved:
             what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
-        run_log.say(f"{folder}: {what}; after {after} this goes on: "
-                    f"{world.again}")
+        run_log.say(f"{folder}: {what}. After {after}: {world.again}")
     run_log.say(inputs.plan.text(short=True))
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
     for note in inputs.notes + resumed:

@@ -84,10 +84,11 @@ class Reward:
         ValueError: a mistake; a str: that of one item of a group."""
         if not self.groups:
             return [number(result)]
-        if not hasattr(result, "__len__") or len(result) != len(items):
-            raise TypeError(f"a reward must be a list of {len(items)} numbers for {len(items)} "
-                            f"completions (got {str(result)[:100]!r})")
-        return [math.nan if value is None else tried(value) for value in result]
+        results = list(result) if hasattr(result, "__iter__") else [result]
+        if len(results) != len(items):
+            raise TypeError(f"a reward must be a list of numbers: {len(results)} values for "
+                            f"{len(items)} completions")
+        return [math.nan if value is None else tried(value) for value in results]
 
     @property
     def waits(self) -> bool:

@@ -1,13 +1,40 @@
-"""Countdown: reach a number from others with + - * /. A row has the columns nums and target. The
---prompt_template that asks for it is in docs/use/recipes.md.
+"""Countdown: reach a number from others with + - * /. Rows and reward of the task, in one file:
+
+    python grpo.py --data examples/countdown.py:rows --eval_data examples/countdown.py:held_out \\
+        --reward examples/countdown.py:countdown
 """
+import random
 import re
 from collections import Counter
 from fractions import Fraction
 
 from verifiers import SAME, answers_of, last_answer, number_of
 
+ASK = ("Using the numbers {nums}, each exactly once, and + - * /, reach {target}. Show your work "
+       "in <think> </think>, and the expression in <answer> </answer>, as <answer> (1 + 2) / 3 "
+       "</answer>.")
 SIGNS = SAME | str.maketrans("×∗·⋅÷", "****/")
+
+
+def rows(seed, n=4096):
+    """Yields n rows: three or four numbers below 100, and a target that they reach."""
+    rng = random.Random(seed)
+    while n:
+        nums = [rng.randint(1, 99) for _ in range(rng.choice((3, 4)))]
+        reached = Fraction(nums[0])
+        for number in nums[1:]:
+            sign = rng.choice("+-*/")
+            reached = {"+": reached + number, "-": reached - number, "*": reached * number,
+                       "/": reached / number}[sign]
+        if reached.denominator == 1 and 0 < reached < 1000:
+            target, n = int(reached), n - 1
+            rng.shuffle(nums)
+            yield {"prompt": ASK.format(nums=nums, target=target), "nums": nums, "target": target}
+
+
+def held_out(seed):
+    """Yields rows that no seed of --data has drawn."""
+    yield from rows(f"held out {seed}", 256)
 
 
 def countdown(completion, target, nums=None, numbers=None, **row):

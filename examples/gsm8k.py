@@ -1,6 +1,8 @@
 """GSM8K: word problems of grade school. An answer ends in "#### 72". arxiv.org/abs/2110.14168
 
     python grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --data openai/gsm8k:main --reward gsm8k
+
+Rows and reward in one file: --data examples/gsm8k.py:rows --eval_data examples/gsm8k.py:held_out.
 """
 import re
 from fractions import Fraction
@@ -18,6 +20,18 @@ FOUND = re.compile(
 GOES_ON = re.compile(
     r"[.,:/_]?\d|[ \t]*(?:[-+*×·÷/x]|\*\*|\\times|\\cdot|\\div)[ \t]*[\d.\\]"
     r"|\s*\^(?!\s*\{?\s*\\circ)|\s*(?:\\pi|\\sqrt|\\frac|π|√)|[a-cefi-kn-rt-zKMB](?![A-Za-z])|[eE][-+]?\d")
+
+
+def rows(seed, split="train"):
+    """Yields the rows of a split of openai/gsm8k. The seed changes nothing: --seed orders them."""
+    import datasets
+    for row in datasets.load_dataset("openai/gsm8k", "main", split=split):
+        yield {"prompt": row["question"], "answer": row["answer"]}
+
+
+def held_out(seed):
+    """Yields the rows of the test split."""
+    yield from rows(seed, "test")
 
 
 @any_answer

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoint
+import fakes
 import learning
 import log
 import model
@@ -219,7 +220,7 @@ def test_a_run_does_not_go_back_to_fewer_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "find", lambda folder, world: saved)
 
     def newest(steps, only=False):
-        args = SimpleNamespace(steps=steps, eval_args=SimpleNamespace(eval_only=only))
+        args = fakes.args(steps=steps, eval_only=only)
         return checkpoint.newest(args, None, tmp_path, {})
 
     with pytest.raises(SettingsError, match="--steps 20: .*step_40 .* Would work: --steps 40"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import closing
+from itertools import permutations, product
 from pathlib import Path
 from zlib import crc32
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import data
 import rewards
+import texts
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
@@ -189,7 +191,7 @@ def test_a_template_that_names_no_column_is_refused_by_its_flag():
             load_rows, QA, template=template)
         if not teacher:
             continue
-        made = data.make_row(0, QA, "", TOKENIZER, data.marks_of(TOKENIZER), DataArgs())
+        made = data.make_row(0, QA, "", TOKENIZER, texts.marks_of(TOKENIZER), DataArgs())
         assert "--teacher_prompt" + words in sentence(
             teacher.add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 
@@ -423,3 +425,71 @@ def test_a_large_file_shows_how_far_it_is(tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("RANK", rank)
         load(str(tmp_path / "a.jsonl"))
         assert ("a.jsonl: 100%" in capsys.readouterr().err) == shown
+
+
+OWN = """
+def drawn(seed):
+    for n in range(3):
+        yield {"prompt": f"What is {n} + {seed}?", "answer": n + seed}
+
+
+def listed(seed):
+    return list(drawn(seed))
+
+
+def empty(seed):
+    return []
+
+
+def texts(seed):
+    return [{"prompt": "a"}, "b"]
+
+
+def broken(seed):
+    return [{}[seed]]
+
+
+def without():
+    return [{"prompt": "a"}]
+"""
+
+
+def test_rows_of_a_function_are_those_of_a_file_that_holds_them(tmp_path):
+    """A function of a seed, which returns or yields dicts, in the place of a file."""
+    path = tmp_path / "own_rows.py"
+    path.write_text(OWN)
+    rows = [{"prompt": f"What is {n} + 7?", "answer": n + 7} for n in range(3)]
+    kept = tmp_path / "rows.jsonl"
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in "drawn", "listed":
+        found, source = data.read(f"{path}:{name}", 7)
+        assert found == rows == data.read(str(kept))[0] and source == f"own_rows.py:{name}"
+
+
+@pytest.mark.parametrize("name, words", [
+    ("empty", "it gave none"), ("texts", "row 2 is 'b', which is no dict"), ("broken", "(7)"),
+    ("without", "takes 0 positional arguments but 1 was given"), ("gone", "no attribute 'gone'")])
+def test_what_gives_no_rows_is_one_sentence_that_names_the_function(tmp_path, name, words):
+    path = tmp_path / "own_rows.py"
+    path.write_text(OWN)
+    with pytest.raises(SettingsError) as error:
+        data.read(f"{path}:{name}", 7)
+    assert words in str(error.value)
+    assert f"own_rows.py:{name} must be a function" in str(error.value)
+
+
+def test_a_file_of_rows_that_is_not_there_is_named():
+    with pytest.raises(SettingsError, match="there is no file nowhere.py here or in"):
+        data.read("nowhere.py:rows")
+
+
+def test_countdowns_rows_can_be_solved_and_held_out_ones_are_others():
+    from examples import countdown
+    rows, held_out = [*countdown.rows(0, 50)], [*countdown.held_out(0)]
+    assert rows == [*countdown.rows(0, 50)] != [*countdown.rows(1, 50)] and len(held_out) == 256
+    for row in rows[:8]:
+        orders, signs = permutations(row["nums"]), [*product("+-*/", repeat=len(row["nums"]) - 1)]
+        tried = (f"{'(' * (len(order) - 1)}{order[0]}" + "".join(
+            f"{sign}{n})" for sign, n in zip(chosen, order[1:], strict=True))
+            for order in orders for chosen in signs)
+        assert any(countdown.countdown(f"<answer>{text}</answer>", **row) for text in tried)

@@ -12,9 +12,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import checkpoint
-import data
 import grpo
 import inputs
+import texts
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
@@ -51,7 +51,7 @@ def plain(before=(), after=(), **tokens):
 
 
 def row_of(columns, tokenizer, **flags):
-    return make_row(0, columns, "", tokenizer, data.marks_of(tokenizer), DataArgs(**flags))
+    return make_row(0, columns, "", tokenizer, texts.marks_of(tokenizer), DataArgs(**flags))
 
 
 def tags_in(tokenizer):
@@ -107,9 +107,9 @@ def test_an_end_may_be_a_word_elsewhere():
     glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
     ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
-    assert data.reader(glm, [0])(ids) == THOUGHT and format_tags(THOUGHT) == 1.0
+    assert texts.reader(glm, [0])(ids) == THOUGHT and format_tags(THOUGHT) == 1.0
     newline = glm("\n", add_special_tokens=False)["input_ids"]
-    assert data.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
+    assert texts.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
 
 
 ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
@@ -124,7 +124,7 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
         row = row_of({"prompt": prompt}, tokenizer)
         assert not row.finished and prompt in row.prompt != prompt
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
-    assert "<think>" not in data.marks_of(tokenizer).begins
+    assert "<think>" not in texts.marks_of(tokenizer).begins
     row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
     made, = teacher.add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
     assert made.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
@@ -258,10 +258,10 @@ def check(tmp_path, seed: int) -> None:
     if given not in ("absent", "nested"):  # what GenerationConfig.from_model_config reads, or this
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     own = [to_id(t) for t in (pick["eos"], end) if t]
-    ends = data.eos_ids(str(tmp_path), tokenizer)
+    ends = texts.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({*files, *own})
     # The text. What sentencepiece would give is its own decoding.
-    written, reads = "a , b <think>1</think> n't", data.reader(tokenizer, ends)
+    written, reads = "a , b <think>1</think> n't", texts.reader(tokenizer, ends)
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
@@ -275,7 +275,7 @@ def check(tmp_path, seed: int) -> None:
         return
     for messages in CHAT[:2], CHAT:
         try:
-            made = targets.make_row(0, {"messages": messages}, "", tokenizer, data.marks_of(
+            made = targets.make_row(0, {"messages": messages}, "", tokenizer, texts.marks_of(
                 tokenizer, ends), sft.Args().data_args, eos_ids=ends)
         except SettingsError as error:
             assert (name in ("texts", "none")) and len(messages) > 2 and str(error)
@@ -317,8 +317,8 @@ def test_words_of_a_row_are_words_or_the_row_is_refused(seed):
     """What followed an end mark in an answer was not learned; each string that a tokenizer treats
     specially, in each field: the text has it, or a sentence names it."""
     tokenizer, name, *_ = drawn(seed)
-    ends = data.eos_ids(str(tiny.ensure(str(ROOT / "runs"))), tokenizer)
-    reads, refused = data.reader(tokenizer, ends), set()
+    ends = texts.eos_ids(str(tiny.ensure(str(ROOT / "runs"))), tokenizer)
+    reads, refused = texts.reader(tokenizer, ends), set()
     bridge = turns.Bridge(tokenizer, ends, 10**6, None)
     for mark in {t.content for t in tokenizer.added_tokens_decoder.values()}:
         words = f"a{mark}b"
@@ -326,7 +326,7 @@ def test_words_of_a_row_are_words_or_the_row_is_refused(seed):
                     {"question": "q", "answer": "A", "system": words},
                     {"prompt": [{"role": "tool", "content": words}, *asked()], "answer": "A"}):
             try:
-                made = targets.make_row(0, row, "", tokenizer, data.marks_of(
+                made = targets.make_row(0, row, "", tokenizer, texts.marks_of(
                     tokenizer, ends), sft.Args().data_args, eos_ids=ends)
                 assert words in reads(made.prompt_ids + made.target[0]), (name, row)
             except SettingsError as error:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist losses
-           rewards parts.judges.pool data batch family parts.pictures.eyes parts.pictures.idefics3
-           parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine parts.pictures.seeing
-           parts.pictures.flags parts.experts.experts parts.states.states
+ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist losses rewards
+           parts.judges.pool texts data batch family parts.pictures.eyes parts.pictures.idefics3
+           parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine
+           parts.pictures.seeing parts.pictures.flags parts.experts.experts parts.states.states
            model_files model rollout parts.turns.turns parts.carry.carry parts.sft.targets
            parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
            parts.report.report parts.report.args parts.lora.lora parts.trial.trial
-           parts.other_systems.other_systems checkpoint evaluate flags run
-           parts.sft.supervised grpo ppo sft distill""".split()  # the lowest first
+           parts.other_systems.other_systems checkpoint evaluate flags run parts.sft.supervised
+           grpo ppo sft distill""".split()  # the lowest first
 TOOLS = ("strip", "seams", "pages", "conftest", "pairs")  # they import no component
 PLACE = {name: i for i, name in enumerate(ORDER)}
 

@@ -156,7 +156,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             inputs = {"input_ids": turn(ids), "position_ids": turn(positions),
                       "packed": SimpleNamespace(blocks=turn(blocks))}, source
             if not critic:
-                inputs += torch.zeros(len(source), dtype=torch.long), 1.0, True
+                inputs += torch.zeros(len(source), dtype=torch.long), 1.0, False
             for _ in range(1 + grad):
                 if sees:
                     inputs[0].update(pixels_of(sees, config, ids.numel()))

@@ -133,10 +133,10 @@ OF_SFT = (("sft", "="), ("vision", " ")) if has("sft") else ()  # vision begins 
       for job, sep in (("", " "), ("kk", "="), *OF_SFT)],
     ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False),
-    ("--data mine.jsonl", "", "2 grpo.py --data mine.jsonl kept", False),
+    ("--data mine.jsonl", "", "grpo.py --data mine.jsonl kept", False),
     ("kk --data=mine.jsonl", "",
-     "2 grpo.py --model tiny:kk --lr 1e-4 --data=mine.jsonl kept", False),
-    ("--name there", "", "2 grpo.py --name there kept", False)])
+     "grpo.py --model tiny:kk --lr 1e-4 --data=mine.jsonl kept", False),
+    ("--name there", "", "grpo.py --name there kept", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """Its torchrun prints its command."""
     env = copied(tmp_path) | {"PYTHONDONTWRITEBYTECODE": "1", "RANKS": ranks}

@@ -210,3 +210,11 @@ def test_the_format_of_easyr1(text, value):
     assert formats.format_boxed(text) == value
     opened = text.removeprefix("<think>")
     assert formats.format_boxed(opened, prompt="q <think>\n") == max(value, opened[:2] == "so")
+
+
+def test_any_dash_before_a_number_is_a_minus():
+    from examples.gsm8k import gsm8k
+    from verifiers import exact
+    for dash in "—―﹘－−–‐":
+        assert gsm8k(f"#### {dash}5", "-5") == exact(f"{dash}5", -5) == 1
+        assert gsm8k(f"#### {dash}5", "5") == exact(f"{dash}5", 5) == 0

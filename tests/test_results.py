@@ -103,7 +103,7 @@ def test_a_row_with_another_answer_is_another_row(tmp_path):
     for name in "ab":
         row = {"prompt": "?", "images": ["0.png"], "answer": name, "rewards": {"exact": 1.0}}
         write_run(tmp_path / name, [], {"eval_00001": [row]}, eval_pass=1.0)
-    with pytest.raises(SystemExit, match="share no step with reward/mean, and no evaluation"):
+    with pytest.raises(SettingsError, match="share no step with reward/mean, and no evaluation"):
         compare.main([str(tmp_path / "a"), "--", str(tmp_path / "b")])
 
 
@@ -114,7 +114,7 @@ def test_mistakes_are_one_sentence(tmp_path):
             ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
             ([ROOT / "bench/which.json", "--", b], "which.json is no job's file"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
-        with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
+        with pytest.raises(SettingsError, match=sentence) as error:
             compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
     for tool in [plot.find] + ([partial(
@@ -193,7 +193,7 @@ def test_completions_are_shown_and_a_reward_is_tried_on_them(tmp_path, monkeypat
     assert re.search(r"run's reward +mean +0.333 +groups that differ +50.0%   unscored 1", kept)
     assert re.search(r"near +mean +0.500 +groups that differ +0.0%   unscored 0", new)
     assert shown == "  0 -> 1 [0] p -> 13"
-    with pytest.raises(SystemExit, match="needy needs 'level', which samples/ does not keep"):
+    with pytest.raises(SettingsError, match="needy needs 'level', which samples/ does not keep"):
         run(score, f"{tmp_path}/mine.py:needy")
 
 

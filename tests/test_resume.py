@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
-import data
 import faults
 import inputs
 import log
+import texts
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
@@ -64,7 +64,8 @@ def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
             continue
         said = checkpoint.check(saved, changed, flags, fixed).changed
         old = checkpoint.words(state["settings"][name])
-        expected = f"resumed with --{name} {other} (was {old}) from step 8 on"
+        now = checkpoint.words(json.loads(json.dumps(other)))
+        expected = f"resumed with --{name} {now} (was {old}) from step 8 on"
         assert said == [expected], name
     assert checkpoint.check(saved, flags, flags).changed == []
 
@@ -190,9 +191,9 @@ def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch
     monkeypatch.undo()
     tokenizer = tiny.make_tokenizer()
     for tokenizer.chat_template in template, {"default": template, "tool_use": ""}:
-        assert data.templated(chat, tokenizer, {}) != expected[0]
+        assert texts.templated(chat, tokenizer, {}) != expected[0]
         tokenizer.clock = then.strftime
-        assert data.templated(chat, tokenizer, {}) == expected[0]
+        assert texts.templated(chat, tokenizer, {}) == expected[0]
         del tokenizer.clock
 
 

@@ -24,6 +24,7 @@ import data
 import flags
 import ranks
 import rewards
+import texts
 from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
@@ -185,7 +186,7 @@ def test_rows_without_a_column_that_a_reward_needs_are_refused(own):
     own("def f(completions, hint): pass\ndef h(completion, answer): pass")
     rows = [data.Row(4, "q", [1], {"any": "thing"}, {}, "rows")]
     rewards.check_rows(rewards.check(["own.py:h"])[0], rows)
-    with pytest.raises(SettingsError, match="f needs 'hint': row 4 of rows has none"):
+    with pytest.raises(SettingsError, match="f needs 'hint': row 5 of rows has none"):
         rewards.check_rows(rewards.check(["own.py:f"])[0], rows)
 
 
@@ -255,7 +256,7 @@ def test_what_a_function_of_trl_may_return():
                    np.array([[1.0], [2.0]]), [True, np.float32(2)], iter([1, 2]),
                    [Fraction(1), Decimal(2)], [np.bool_(True), torch.tensor(2)]]:
         assert reward.values(result, two) == [1, 2]
-    for result, text in [([1], "1 values for 2"), (1.0, "'float' object is not iter")]:
+    for result, text in [([1], "1 values for 2"), (1.0, "must be a list of numbers")]:
         with pytest.raises((TypeError, ValueError), match=text):
             reward.values(result, two)
     for value, text in {"x": "got 'x', a str", 1j: "complex", 10**400: "OverflowError",
@@ -443,7 +444,7 @@ def scored(world, spec):
     """(text and score of each sample, how often this rank decoded)"""
     decoded, tokenizer = [], tiny.make_tokenizer()
     ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
-    reads = data.reader(tokenizer, [tokenizer.eos_token_id])
+    reads = texts.reader(tokenizer, [tokenizer.eos_token_id])
     samples = [Sample(data.Prompt(i, data.Row(i, "q", [1], "3", {}, "")),
                       Completion(ids, np.zeros(len(ids)), False)) for i in range(4)]
     with closing(Pool([spec], RewardArgs(1))) as pool:

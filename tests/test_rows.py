@@ -18,6 +18,7 @@ from errors import SettingsError
 from examples import convert, tiny
 from house import module, needs
 from settings import changed
+from texts import Marks, marks_of
 from worker import Part
 
 sft = module("sft")
@@ -172,13 +173,13 @@ def test_a_mark_that_the_normalizer_makes_is_found(words, form):
     for text in words, f"Say {words}, please":
         assert end in made(text)["input_ids"]
         with pytest.raises(SettingsError, match=r"its words hold <\|im_end\|>"):
-            data.marks_of(made).check([user(text)])
+            marks_of(made).check([user(text)])
 
 
 @pytest.mark.parametrize("mark", ['<|"|>', "<|\\|>", "＜end＞"])
 def test_a_mark_that_json_writes_in_another_way_is_found(mark):
     with pytest.raises(SettingsError, match="its words hold"):
-        data.Marks([], [], [mark]).check([{"role": "user", "content": f"Write {mark} twice."}])
+        Marks([], [], [mark]).check([{"role": "user", "content": f"Write {mark} twice."}])
 
 
 def test_a_comment_of_the_template_reads_nothing(tmp_path):

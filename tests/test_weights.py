@@ -17,10 +17,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Qwen2Config
 
-import data
 import inputs
 import model
 import model_files
+import texts
 from checkpoint import export_model
 from errors import SettingsError
 from examples import tiny
@@ -119,7 +119,7 @@ def refusal(folder: Path) -> str:
         lm = model.skeleton(str(folder))
         model_files.names_in_files(lm, str(folder))
         tokenizer = inputs.load_tokenizer("x", str(folder))
-        data.eos_ids(str(folder), tokenizer)
+        texts.eos_ids(str(folder), tokenizer)
     except SettingsError as error:
         return str(error)
     return ""

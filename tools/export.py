@@ -18,10 +18,10 @@ import dist
 import flags
 import inputs
 import model
-from data import eos_ids
 from errors import SettingsError, tell
 from log import read
 from settings import changed, values_of
+from texts import eos_ids
 
 
 def find(run: Path, step: int | None) -> Path:

@@ -13,21 +13,9 @@ from dataclasses import dataclass
 from os.path import commonprefix
 
 import data
-from data import (
-    CHATS,
-    PROMPTS,
-    Marks,
-    Row,
-    chat_of,
-    first_of,
-    ids_after,
-    messages_of,
-    not_null,
-    options_of,
-    templated,
-    texts_of,
-)
+from data import CHATS, PROMPTS, Row, chat_of, first_of, messages_of, not_null, options_of
 from errors import SettingsError
+from texts import Marks, ids_after, templated, texts_of
 
 ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
 # A row that has both is learned by its solution, and scored by its answer.

@@ -19,12 +19,13 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from batch import Completion
-from data import Prompt, Row, ids_after, marks_of, reader, templated, texts_of
+from data import Prompt, Row
 from errors import SettingsError
 from parts.turns.replies import Move
 from rewards import Answer, Pool, check_rows, file_of, report
 from rollout import Engine, Request, hash_seed
 from settings import Count, Flags, values_of
+from texts import ids_after, marks_of, reader, templated, texts_of
 from worker import ROOT, Part
 
 TOGETHER = 64  # calls of an `async def` that a worker gets at once

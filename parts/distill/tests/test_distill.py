@@ -13,6 +13,7 @@ import losses
 import model
 import plan
 import ranks
+import texts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
@@ -186,7 +187,7 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
 
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
-    row = data.make_row(0, columns, "made up", tokenizer, data.marks_of(tokenizer), DataArgs())
+    row = data.make_row(0, columns, "made up", tokenizer, texts.marks_of(tokenizer), DataArgs())
     made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}

@@ -26,6 +26,7 @@ import inputs
 import log
 import model
 import plan
+import texts
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
@@ -272,7 +273,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     tokenizer = inputs.load_tokenizer("x", source)
     tokenizer.chat_template = PARTS
     make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer,
-                   marks=data.marks_of(tokenizer),
+                   marks=texts.marks_of(tokenizer),
                    eyes=seeing.load_eyes("x", source, model.config_of(source)), folder=folder)
     columns = {"prompt": "1 <image> 2", "image": "a.png"}
     row = make(columns, args=data.DataArgs(), make=data.make_row)

@@ -121,6 +121,7 @@ def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
         found["expanded"] = str(error)
     engine.llm.llm_engine.reset_encoder_cache = lambda: None
     engine.sample(rows, 1, 1.0)
+    engine.places = None  # vLLM's loader forgets the features of pictures; copies do not
     engine.load(policy.weights(engine.dtype))
     try:
         engine.sample(rows, 1, 1.0)

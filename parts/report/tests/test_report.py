@@ -2,6 +2,7 @@
 import random
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,7 +98,8 @@ def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sen
 def test_a_run_reads_no_more_of_its_samples_at_its_end_than_it_may(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(report, "page", lambda *given, most_read: read.append(most_read) or "")
-    ReportArgs().write(SimpleNamespace(writing=True, folder=tmp_path))
+    ReportArgs().write(SimpleNamespace(
+        writing=True, folder=tmp_path, decoration=lambda what: nullcontext()))
     assert read == [report.AT_THE_END] and (tmp_path / "report.html").exists()
 
 

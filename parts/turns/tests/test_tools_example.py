@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import data
+import texts
 from errors import SettingsError
 from parts.turns import turns
 from parts.turns.replies import Move, messages
@@ -95,7 +96,7 @@ def test_an_episode_is_the_templates_own_text(tmp_path, monkeypatch, name):
     tools, tokenizer = example(tmp_path, monkeypatch, name)
     bridge = turns.Bridge(tokenizer, [tokenizer.eos_token_id], 10**6, None)
     prompt = data.make_row(0, {"prompt": "Do it.", "tools": tools.SCHEMAS}, "", tokenizer,
-                           data.marks_of(tokenizer), data.DataArgs()).prompt_ids
+                           texts.marks_of(tokenizer), data.DataArgs()).prompt_ids
     assert json.dumps(tools.SCHEMAS[0]) in tokenizer.decode(prompt)
     chat = [said(FAMILIES[name][3](*TWO))]
     answers = messages(tools.answer(chat))

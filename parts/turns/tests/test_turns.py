@@ -24,6 +24,7 @@ from parts.turns import turns
 from parts.turns.replies import messages
 from rewards import Answer, RewardArgs, score_samples
 from templates import with_traits
+from texts import reader
 from tracked import ROOT
 from worker import Part
 
@@ -194,7 +195,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
         progress={}, ask=lambda items, size: [Answer([1.0], None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
-        engine=SimpleNamespace(text=data.reader(TOKENIZER, [EOT, END]))), samples, 1)
+        engine=SimpleNamespace(text=reader(TOKENIZER, [EOT, END]))), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = batch.sample_metrics(samples, 1.0)
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
