@@ -86,7 +86,7 @@ class Engine:
         self.trained = [it for it in (run.policy, run.reference, run.critic)
                         if isinstance(it, Trained)]
         self.tokenizer, self.eos_ids = inputs.tokenizer, inputs.ends
-        self.text = reader(self.tokenizer, self.eos_ids)  # ids → str
+        self.text = reader(self.tokenizer, self.eos_ids) if self.tokenizer else None  # ids → str
         self.metrics: dict[str, float] = {}  # of the last `sample`
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False

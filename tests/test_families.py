@@ -32,7 +32,7 @@ def trained(world, folder: str) -> dict:
 def values(world, folder: str) -> float:
     """The largest difference of ppo.py's critic with a head of ones from transformers, in
     roundings of transformers."""
-    critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
+    critic = model.build(model.ValueModel, folder, world, grpo.Args())
     torch.nn.init.ones_(critic.head.weight)
     ids, source = torch.arange(3, 203).view(2, 100), torch.arange(0, 200, 7)
     inputs, positions, packed, _ = pack(

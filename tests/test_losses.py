@@ -60,7 +60,7 @@ def advantages(name: str, rewards, group, scored=None, eps=1e-6):
     row = torch.arange(len(rewards))  # a token of each
     return flags.own("advantage", variant(name)).function(
         rewards, group, scored=scored, eps=eps, parts={"only": (1.0, rewards)}, trained=scored,
-        row=row, turn=0 * row, turn_rewards=torch.zeros(len(row), dtype=F64))
+        row=row)
 
 
 # ---- exact enumeration: V = 3, length 2

@@ -173,8 +173,8 @@ def make_wide(folder: str) -> None:
 
 
 def build(world, folder: str, args, trained: bool = True) -> model.Policy:
-    module = float64.build(model.LogprobModel, folder, world, args.model_args, trained=trained)
-    return model.Policy(module, world, args.model_args, args.optimizer_args)
+    module = float64.build(model.LogprobModel, folder, world, args, trained=trained)
+    return model.Policy(module, world, args)
 
 
 def stream_weights(world, folder: str) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import batch
+import fakes
 import grpo
 import model
 import plan
@@ -144,7 +145,8 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             if rank:
                 lora = module("parts.lora.lora")
                 lora.put_in(lm, lora.LoraArgs(rank), torch.float32)
-            root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
+            own = fakes.args(head_chunk=head_chunk)
+            root = (model.ValueModel if critic else model.LogprobModel)(lm, own)
             if critic:  # it is on meta until the weights are filled in
                 root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
             root.eval()

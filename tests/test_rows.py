@@ -12,6 +12,7 @@ from tokenizers import AddedToken, normalizers
 import data
 import flags
 import inputs
+import part
 import rewards
 from data import DataArgs
 from errors import SettingsError
@@ -195,7 +196,7 @@ def test_switches_of_the_template_need_one_turn(tmp_path):
     args = changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
-        args.turn_args.inspect(args, files, [of(asked, row, tmp_path)])
+        part.ask("check", args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
