@@ -17,16 +17,12 @@ import texts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from house import kept, module, needs
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
 from settings import changed
 from shapes import shape_of
 from tools import float64
-
-sft = module("sft")
-trial = module("parts.trial.trial")
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 
@@ -110,6 +106,8 @@ def arguments(**flags):
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
     found, shipped = {}, head.divergence
+    import sft  # this test alone needs these two
+    from parts.trial import trial
     for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
@@ -130,7 +128,6 @@ def tried(world, folder: str) -> dict[str, tuple]:
     return found
 
 
-@needs("sft", "trial")
 def test_the_worst_case_has_the_divergence_too(tmp_path):
     """Its head is called again in the backward: the teacher's must be whole there."""
     float64.make(str(tmp_path), 64)
@@ -148,7 +145,7 @@ def test_what_teaches_nothing_is_refused():
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)
     prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
-    for flag in kept(["replay_routing"]):
+    for flag in ["replay_routing"]:
         assert "no experts for the prompts of --teacher_prompt" in broken(**{flag: True}, **prompt)
     assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
     assert "--eval_data needs --reward" in broken(eval_data="tiny")

@@ -88,10 +88,8 @@ def test_vllm_serves_the_adapter(found):
 
 def started(world, folder: str) -> dict:
     """The parameters of a bfloat16 model with new adapters, whole, and their own dtypes."""
-    weights = model.ModelArgs(dtype="bfloat16")
-    kind = lora.adapted(model.LogprobModel, lora.LoraArgs(4))
-    module = model.build(kind, folder, world, weights, seed=7)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs())
+    policy = families.trainer_of(folder, world, dtype="bfloat16", lora_rank=4)
+    module = policy.module
     return {n: (p.dtype, n in policy.parameters, p.detach().full_tensor().float().numpy())
             for n, p in module.named_parameters()}
 
@@ -119,10 +117,10 @@ def test_the_plan_counts_the_adapters(tmp_path, name):
     families.make(name, str(tmp_path))
     lm, args = model.skeleton(str(tmp_path)), changed(grpo.Args(), lora_rank=4, lr=1e-3)
     shape = shape_from(lm)
-    lora.put_in(lm, args.lora_args, torch.float32)
+    lora.put_in(lm, args.parts.lora, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
     assert not plan.problems(args, 1, shape=shape)
-    assert args.lora_args.added(shape) == sum(sizes) > 0
+    assert args.parts.lora.added(shape) == sum(sizes) > 0
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
 
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import data
-import house
 import plan
 import sft
 from errors import SettingsError
@@ -167,14 +166,14 @@ def test_flags_without_use_are_refused():
 
     assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
     assert "--group must be 1" in broken(group=4)
-    for flag in house.kept([{"stop": ("x",)}, {"reply": "x.py:f"}]):  # nobody would listen
+    for flag in [{"stop": ("x",)}, {"reply": "x.py:f"}]:  # nobody would listen
         assert "is for an engine" in broken(**flag)
     assert "--reward needs --eval_data" in broken(reward=("exact",))
     assert broken(temperature=0.7) == (
         "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
         "--eval_temperature.")
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
-    for flag in house.kept(["replay_routing"]):
+    for flag in ["replay_routing"]:
         assert f"--{flag} needs an engine" in broken(**{flag: True})
 
 
@@ -219,7 +218,7 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     model = tiny.ensure(str(ROOT / "runs"))
     done = script(ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-        --eval_every 1 --save_every 1""".split(), *house.QUIET, *flags, cwd=tmp_path)
+        --eval_every 1 --save_every 1""".split(), "--no-report", *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
         script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
