@@ -105,7 +105,7 @@ def main(folder: str, out: str) -> None:
     found["guard"] = {"no sync": guard()}
     for wrong in ("layers.1.self_attn.v_proj.bias", "layers.0.mlp.up_proj.weight"):
         engine.load(SimpleNamespace(
-            weights=lambda dtype: one_wrong(policy.weights(dtype), wrong)))
+            weights=lambda dtype, wrong=wrong: one_wrong(policy.weights(dtype), wrong)))
         found["guard"][wrong] = guard()
     reset, engine.llm.reset_prefix_cache = engine.llm.reset_prefix_cache, lambda: True
     engine.load(policy)

@@ -17,7 +17,8 @@ from shapes import shape_of
 
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]
 FILES = kept(f"variants/{name}.py:{name}" for name in (
-    "sapo gmpo dppo ipo opsm geometric clip_cov lite_ppo maxrl gdpo pass_at_k turn_credit").split())
+    "sapo gmpo dppo ipo opsm geometric clip_cov lite_ppo maxrl gdpo pass_at_k").split())
+FILES += kept(["parts/turns/turn_credit.py:turn_credit"])
 WORDS = {  # of flags that are text
     "loss": [*NAMES["loss"], *FILES, "sapo", "clop", "x.py:f"], "eval_data": [None, "", "x"],
     "advantage": [*NAMES["advantage"], *FILES, "maxrl", "gpro"], "reply": [None, "", "x.py:f"],

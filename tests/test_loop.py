@@ -130,7 +130,8 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
 FLAGS = kept([
     *(("advantage", name) for name in (
         "dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline",
-        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl", "turn_credit")))),
+        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl")),
+        "parts/turns/turn_credit.py:turn_credit")),
     *(("loss", name) for name in ("clip", "gspo", "cispo", "reinforce", *(
         f"variants/{name}.py:{name}" for name in (
             "clip_cov", "dppo", "geometric", "gmpo", "ipo", "opsm", "sapo")))),
@@ -157,7 +158,7 @@ def test_any_two_flags_of_an_update_work_or_are_refused(flag):
             "turns" in str([first, second])) else {})
         if "kl_estimator" in flags:
             flags.setdefault("kl_loss_coef", 0.1)
-        if flags.get("advantage", "").startswith("variants/turn_credit"):
+        if flags.get("advantage", "").startswith("parts/turns/turn_credit"):
             flags["reward"] = ("turns",)
         args = learning.arguments(**flags)
         if plan.problems(args, 1):

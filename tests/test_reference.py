@@ -53,7 +53,8 @@ def plainly(sample: Sample) -> reference.Completion:
     return reference.Completion(
         sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
         completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        sample.score.total, sample.score.parts, [turn["paid"] for turn in completion.turns or ()],
+        sample.score.total, sample.score.parts,
+        [turn["paid"] for turn in getattr(completion, "turns", ())],
         np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
             completion.tokens).tolist())
 

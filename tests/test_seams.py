@@ -85,10 +85,9 @@ def scorer_of(world, groups: bool = False):
 
 def test_what_a_scorer_is_asked_and_what_its_answer_is_worth():
     sampled = torch.tensor([True, False, True]).numpy()  # a reply is in between
-    for groups, failed, size, score in (
-            (True, False, 3, 1.0), (False, False, 1, 1.0), (False, True, 1, None)):
+    for groups, size, score in ((True, 3, 1.0), (False, 1, 1.0)):
         asked, its = scorer_of(fakes.World(), groups)
-        samples = [fakes.sample(done=completion(3, sampled, failed=failed)) for _ in range(6)]
+        samples = [fakes.sample(done=completion(3, sampled)) for _ in range(6)]
         rewards.score_samples(its, samples, 3)
         (items, of_a_call), = asked
         assert of_a_call == size and {item.tokens for item in items} == {2}

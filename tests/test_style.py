@@ -15,7 +15,7 @@ WHOLE = ("train", "learn")
 LARGEST, TOTAL = 600, 447_000  # lines of a file, bytes of all
 APART = ("nano.py", "sft.py", "distill.py",  # scripts that stand beside the components
          "parts/report/",  # it was a tool
-         *(f"parts/{name}.py" for name in ("strip", "seams", "pages", "conftest")))
+         "parts/conftest.py")
 AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants")
 PYTHON = [path for path in tracked() if path.suffix == ".py"]
 FILES = {str(path.relative_to(ROOT)): path for path in PYTHON
