@@ -199,7 +199,8 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = object.__new__(type("Scorer", (turns.EpisodePool, Sure), {}))
-    vars(scorer).update(groups=False, parts=[Part("r", 1.0, None)], unanswered=0, progress={})
+    vars(scorer).update(groups=False, parts=[Part("r", 1.0, None)], unanswered=0, warned=True,
+                        progress={})
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
         engine=SimpleNamespace(text=reader(TOKENIZER, [EOT, END]))), samples, 1)
