@@ -143,10 +143,10 @@ class Bench:
 
     def policy(self, checkpointing: bool = False) -> model.Policy:
         self.world = dist.World.joined or dist.join()
-        args = model.ModelArgs(dtype=str(self.dtype).removeprefix("torch."),
-                               checkpointing=checkpointing)
+        args = grpo.Args(max_tokens=self.completion, model_args=model.ModelArgs(
+            dtype=str(self.dtype).removeprefix("torch."), checkpointing=checkpointing))
         module = model.build(model.LogprobModel, str(self.folder), self.world, args)
-        return model.Policy(module, self.world, args, model.OptimizerArgs())
+        return model.Policy(module, self.world, args)
 
     def batch(self, budget: int) -> Batch:
         """Random sequences of full length that fill two micro-batches."""
@@ -271,12 +271,13 @@ def start_engine(bench: Bench) -> None:
     end-of-sequence ids, so all completions are full."""
     policy = bench.policy()
     bench.before = bench.in_use()
-    bench.engine = rollout.Engine(
-        str(bench.folder), bench.world, rollout.EngineArgs(), tokenizer=None, eos_ids=[],
-        dtype=bench.dtype, max_len=bench.longest,
-        max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30,
-        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), trained=[policy])
-    bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
+    bench.engine = rollout.Engine(SimpleNamespace(
+        world=bench.world, args=policy.args, policy=policy, reference=None, critic=None,
+        dtype=bench.dtype, log=SimpleNamespace(time=lambda name: nullcontext()),
+        inputs=SimpleNamespace(
+            source=str(bench.folder), tokenizer=None, ends=[],
+            kv_cache=0 if bench.card else 2**30, plan=SimpleNamespace(longest=bench.longest))))
+    bench.load = lambda: bench.engine.load(policy)
     bench.load()
 
 

@@ -33,7 +33,7 @@ from rollout import Engine, Request
 from run import compare_policies
 from tools import float64
 
-STATES = module("parts.states.states").Stateful.types if has("states") else ()
+STATES = tuple(module("parts.states.plug").FAMILIES) if has("states") else ()
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 # Two ways to compute one model may differ by so many times what float32 rounds, which each run

@@ -75,7 +75,8 @@ overlong_filter=True {TWICE}
 grpo group=3 steps=2 advantage=variants/lite_ppo.py:lite_ppo overlong_buffer=8 advantage_eps=0.1
 grpo group=3 steps=2 advantage=parts/turns/turn_credit.py:turn_credit reward=('turns',)
 grpo group=3 steps=1 advantage=parts/turns/turn_credit.py:turn_credit \
-reward=('exact', 'turns:0.5') overlong_buffer=8 kl_reward_coef=0.2 overlong_filter=True aggregation=constant {TWICE}
+reward=('exact', 'turns:0.5') overlong_buffer=8 kl_reward_coef=0.2 \
+overlong_filter=True aggregation=constant {TWICE}
 grpo group=5 steps=2 advantage=variants/pass_at_k.py:pass_at_k binary
 grpo group=4 steps=1 loss=tests/often.py:clip_cov engine_correction=truncate {TIGHT}
 grpo group=3 steps=1 loss=clip aggregation=token {TIGHT}
