@@ -25,6 +25,7 @@ from house import module, needs
 from learning import difference, fabricate
 from live import Live
 from model_files import shape_from
+from part import extended
 from plan import Memory
 from ranks import on_ranks, results
 from settings import changed
@@ -41,7 +42,8 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> Memory:
     args = changed(script.Args(), model=model_name, **flags)
     assert not plan.problems(args, ranks, n_rows)
-    return Memory(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
+    kind = extended("memory", Memory, args)
+    return kind(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
 
 
 # ---- the plan ----

@@ -32,6 +32,7 @@ import ppo
 from dist import KEYS
 from house import module
 from model_files import family_of, shape_from
+from part import extended
 from settings import changed
 from shapes import config_of
 
@@ -181,7 +182,8 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         **{"lora_rank": rank} if rank else {}, **{"train_vision": True} if train_vision else {})
     name = ("critic " if critic else "") + ("update" if grad else "score")
     phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
-    found = plan.Memory(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)
+    kind = extended("memory", plan.Memory, args)
+    found = kind(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)
     theirs = held + sum(found.micro_batch(phase))
     return ours, theirs + (found.parts["gradients"][1] if grad else 0)
 

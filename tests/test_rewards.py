@@ -30,7 +30,7 @@ from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
 from house import module, needs
-from rewards import Item, Pool, RewardArgs, Score, scores_of
+from rewards import Item, Pool, Score, scores_of
 from verifiers import answers_of
 from worker import Part, Reward
 
@@ -46,7 +46,8 @@ def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
 def score(specs, items, group=1, workers=2, timeout=10.0, make=Pool):
     """The scores of one batch in a fresh pool. items: or texts."""
     items = [item(x) if isinstance(x, str) else x for x in items]
-    with closing(make(specs, RewardArgs(workers, timeout))) as pool:
+    args = fakes.args(reward_workers=workers, reward_timeout=timeout)
+    with closing(make(specs, args)) as pool:
         pool.wait()
         pool.progress["global_step"] = 7
         return scores_of(pool, items, group if pool.groups else 1)
