@@ -34,7 +34,8 @@ def try_worst_case(run):
     run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
 
-def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict[str, float]:
+def measure_phases(plan: Plan, world, vocab: int, policy, reference=None,
+                   critic=None) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
     state. A collective."""
     a, peaks = plan.args, {}

@@ -22,6 +22,7 @@ import worker
 from examples import countdown, formats, gsm8k, kk, tiny
 from parts.judges import waiting
 from parts.judges.pool import JudgePool
+from settings import changed
 from test_rewards import (  # noqa: F401
     KK,
     ROOT,
@@ -31,7 +32,6 @@ from test_rewards import (  # noqa: F401
     parts,
     totals,
 )
-from settings import changed
 from test_rewards import score as scored
 
 # ---- the verifiers, by hand

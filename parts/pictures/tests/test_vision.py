@@ -35,8 +35,8 @@ from examples import squares, tiny
 from house import module, needs
 from learning import begin_with, difference
 from model_files import family_of, shape_from
-from parts.pictures import rows as pictured
 from parts.pictures import kinds
+from parts.pictures import rows as pictured
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from ranks import results, script
@@ -461,7 +461,8 @@ def updates(world, folder: Path) -> list:
         grpo.learn(args, world, policy, samples, lr=1e-3)
         first = policy.gradient
         grpo.learn(args, world, policy, samples, lr=1e-3)
-        after = {name: model.whole(p.detach()).clone() for name, p in policy.module.lm.named_parameters()}
+        after = {name: model.whole(p.detach()).clone()
+                 for name, p in policy.module.lm.named_parameters()}
         found.append((first, after))
     return found
 
