@@ -17,7 +17,7 @@ import model_files
 import rewards
 from errors import Mistakes, SettingsError, as_sentence, tell
 from model_files import shape_from
-from part import ask
+from part import ask, extended
 from plan import GIB, Plan, Shape, count, problems
 from texts import check_tokenizer, eos_ids
 from verifiers import number_of
@@ -43,7 +43,8 @@ def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
     with TemporaryDirectory() as sketches:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
-    planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    kind = extended("memory", args.memory, args)
+    planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     tell("\n  ".join([found.plan.text(), *found.notes]))
     return int(found.shape.fused and not planned.fits)
@@ -57,7 +58,7 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
         card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
     else:
         free = free_bytes() / local_size
-    planned = args.memory(found.plan, found.shape, card, free)
+    planned = extended("memory", args.memory, args)(found.plan, found.shape, card, free)
     found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
