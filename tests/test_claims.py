@@ -3,7 +3,7 @@ of "at least N" N is taken and less is refused; what "would work" works."""
 import random
 import re
 from collections import Counter
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -12,7 +12,7 @@ import pytest
 import plan
 from flags import NAMES
 from house import GONE, SCRIPTS, kept
-from settings import changed, ranges, values_of
+from settings import changed, groups, ranges, values_of
 from shapes import shape_of
 
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]
@@ -55,7 +55,7 @@ def drawable(name: str, hint, allowed) -> list:
 def flags_of(script) -> tuple[dict, dict]:
     """{flag: what is drawn for it}, {flag: the types in its type}."""
     can, types, args = {}, {}, script.Args()
-    for group in (args, *filter(is_dataclass, vars(args).values())):
+    for group in groups(args):
         hints, allowed = get_type_hints(type(group), include_extras=True), ranges(group)
         for name in (field.name for field in fields(group)):
             types[name] = kinds(hints[name])
