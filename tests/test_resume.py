@@ -3,7 +3,6 @@ import copy
 import json
 import os
 import subprocess
-from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from house import QUIET, SCRIPTS, has, module, needs
-from settings import changed
+from settings import changed, values_of
 
 ROOT = Path(__file__).parent.parent
 FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
@@ -32,11 +31,7 @@ FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no 
 
 def flags_of(kind) -> dict[str, object]:
     """Every field of a script's Args, those in groups too, with its value."""
-    found = {}
-    for field in fields(kind):
-        value = getattr(kind(), field.name)
-        found |= vars(value) if is_dataclass(value) else {field.name: value}
-    return found
+    return values_of(kind())
 
 
 # ---- one rule for flags
