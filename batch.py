@@ -27,7 +27,6 @@ import torch.nn.functional as F
 
 from data import Prompt
 from dist import World, balance, share
-from parts.judges.pool import retries_of
 from rewards import Score
 
 # ---- packing ----
@@ -188,8 +187,6 @@ class Completion:
     logprobs: np.ndarray  # (T,) float32, 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
     sampled: np.ndarray = None  # (T,) bool: not what was put in between
-    turns: list[dict] | None = None  # messages; None: one turn
-    failed: bool = False  # what was to be put in: so it has no reward
 
     def __post_init__(self):
         if self.sampled is None:
@@ -200,9 +197,9 @@ class Completion:
         """The sampled ones."""
         return int(self.sampled.sum())
 
-    def shown(self) -> dict[str, list]:
-        """More of its tokens for samples/: lists with an item each."""
-        return {}
+    def messages(self, text: str) -> list[dict]:
+        """The completion as messages of a chat. text: it, decoded."""
+        return [{"role": "assistant", "content": text}]
 
 
 @dataclass
@@ -231,8 +228,8 @@ class Batch:
         self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
             row = sample.prompt.row
-            if last != row.seen:  # equal neighbours share a prompt
-                owner, last = i, row.seen
+            if last != row:  # equal neighbours share a prompt
+                owner, last = i, row
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -253,17 +250,11 @@ class Batch:
         parts = [s.score.parts[name] for s in self.samples]
         return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
 
-    def turns(self) -> list[torch.Tensor]:
-        """Of each token, (M,): the number of its turn; if it is the last one there, what the turn
-        was paid, else 0; the engine's log-prob."""
-        found = []
-        for c in (s.completion for s in self.samples):
-            turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
-            paid = np.zeros(len(turn))
-            paid[np.flatnonzero(np.diff(turn, append=-1))] = [
-                one["paid"] for one in c.turns or () if "paid" in one] or 0
-            found.append((turn, paid, c.logprobs[c.sampled]))
-        return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]
+    @property
+    def engine_logprobs(self) -> torch.Tensor:
+        """(M,) in nats: those of the engine, with which the tokens were sampled."""
+        done = [s.completion for s in self.samples]
+        return torch.from_numpy(np.concatenate([c.logprobs[c.sampled] for c in done]))
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
@@ -396,9 +387,7 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
         # The expectation of -log π(token) is the entropy of π, so this needs no logits.
-        "policy/entropy": -sum(float(c.logprobs.sum(dtype=float)) for c in done) / max(1, tokens),
-        "rollout/reply_failed": sum(c.failed for c in done),
-        "rollout/reward_retries": retries_of(scores)}
+        "policy/entropy": -sum(float(c.logprobs.sum(dtype=float)) for c in done) / max(1, tokens)}
     for name in scores[0].parts:
         values = [s.parts[name] for s in scores if s.parts[name] is not None]
         if values:

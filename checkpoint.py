@@ -20,12 +20,12 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 import log
-import plan
 from dist import World
 from errors import SettingsError
 from log import NotWritten, not_written, read, whole_folder, writing
 from model import Policy, Trained, compute_dtype, skeleton
 from model_files import FILES, config_of, names_in_files, weight_files
+from settings import groups, restored, values_of
 from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
@@ -106,7 +106,7 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
             raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
                                 f"to go on from; choose another --name.")
         return None
-    goes_on = check(saved, settings, plan.flags(args), fixed(args))
+    goes_on = check(saved, settings, values_of(args), fixed(args))
     step = saved.state["step"]
     if args.eval_args.eval_only:
         return saved
@@ -120,7 +120,7 @@ def consequences(args, state: dict) -> list[str]:
     """A line for each rate and weight of the steps to come that other flags than before change: in
     the next step and in the last one, and what it was in the step before."""
     step, lines = state["step"], []
-    before = plan.restored(args, state["settings"])
+    before = restored(args, state["settings"])
     ahead = [(args.rates(s), before.rates(s)) for s in range(step, args.steps)]
     was = before.rates(step - 1)
     for name in dict.fromkeys([*was, *args.rates(step)]):
@@ -152,7 +152,7 @@ def find(folder: Path, world: World) -> Saved | None:
 
 def fixed(args) -> frozenset[str]:
     """FIXED, and what the groups of flags have."""
-    return FIXED.union(*(getattr(group, "fixed", ()) for group in plan.groups(args)))
+    return FIXED.union(*(group.fixed for group in groups(args)))
 
 
 def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
@@ -189,7 +189,7 @@ def facts(args, inputs, world: World) -> dict:
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
             "reference_files": digest_of_files(inputs.reference),
             "precision": str(compute_dtype(args.model_args, world.device)),
-            **code_digests(plan.flags(args))}
+            **code_digests(values_of(args))}
 
 
 def digest(value) -> str:

@@ -20,7 +20,8 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from tqdm import tqdm
 
-from errors import Count, SettingsError, as_sentence
+from errors import SettingsError, as_sentence
+from settings import Count, Flags
 from texts import Marks, marks_of, prompt_ids, templated
 from verifiers import last_boxed
 from worker import ROOT, load_file
@@ -194,7 +195,7 @@ GENERATED_ROWS = 1000
 
 
 @dataclass
-class DataArgs:
+class DataArgs(Flags):
     """What the model is asked."""
     max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
@@ -220,26 +221,6 @@ class Row:
     def number(self) -> int:
         """What a message calls it: counted from 1, as an editor counts lines."""
         return self.index + 1
-
-    @property
-    def seen(self) -> object:
-        """What stands before a completion. Rows with equal ones share it."""
-        return self.prompt_ids
-
-    @property
-    def ids(self) -> list[int]:
-        """All that the data has."""
-        return self.prompt_ids
-
-    @property
-    def shown_ids(self) -> list[int]:
-        """The prompt as samples/ has it."""
-        return self.prompt_ids
-
-    @property
-    def shown(self) -> dict:
-        """More for samples/."""
-        return {}
 
     def digested(self, of_file) -> list:
         """All that the loop gets. of_file: the digest of a file beside the data, by its path."""
@@ -271,6 +252,14 @@ class Stream:
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
         self.position += len(prompts)
         return prompts
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on from what `state_dict` returned."""
+        self.position = state["position"]
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,

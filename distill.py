@@ -18,7 +18,6 @@ import losses
 from batch import Batch, Meter, Micro, Sample, sample_metrics
 from data import Row
 from dist import World
-from errors import not_default
 from flags import ClipArgs, CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
@@ -31,6 +30,7 @@ from parts.distill.teacher import (
 )
 from rewards import score_samples
 from run import set_up
+from settings import not_default
 
 
 @dataclass

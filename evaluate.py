@@ -12,13 +12,13 @@ import numpy as np
 import losses
 from batch import Batch, Sample
 from data import Prompt
-from errors import Count, Number
 from log import write_samples
 from rewards import Score, score_samples
+from settings import Count, Flags, Number
 
 
 @dataclass
-class EvalArgs:
+class EvalArgs(Flags):
     """Evaluation on --eval_data."""
     eval_every: int = 0
     """Steps between evaluations. 0: only before the first step and after the last."""

@@ -1,16 +1,14 @@
-"""family.py: what a family of models brings beside its weights: here a dense text model.
+"""family.py: how a model_type is computed, and its sizes: here a dense text model.
 
-model_files.family_of chooses. Where models need more, a subclass of Family, and of Shape, has it.
+model_files.family_of chooses. Where models need more, a part has a subclass of Family and of Shape.
 """
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from batch import EVEN
-from data import Row
 
 # ---- its sizes, for the plan ----
 #
@@ -66,14 +64,9 @@ class Shape:
 
 # ---- what it computes, and what its files say ----
 
-NEVER = -100.0  # added to the logit of an id that no policy samples: vLLM allows no less
-
-
 class Family:
-    """What one model brings. config: transformers' own."""
-    types: tuple[str, ...] = ()  # model types of a subclass; a text model may have any other
-    auto = "AutoModelForCausalLM"  # of transformers
-    never: tuple[int, ...] = ()  # ids that no policy samples
+    """How one model_type is computed: here a dense text model. config: transformers' own."""
+    auto = "AutoModelForCausalLM"  # the class of transformers that makes it
 
     def __init__(self, config):
         self.config = config
@@ -86,77 +79,20 @@ class Family:
         return name if name.endswith(("CausalLM", "HeadModel")) else ""
 
     def skeleton(self, dtype, **options):
-        """The model without weights."""
+        """The model without weights, on the device "meta"."""
         import transformers
         with torch.device("meta"):
             return getattr(transformers, self.auto).from_config(
                 self.config, dtype=dtype, attn_implementation="sdpa", **options)
 
     def parts(self, lm) -> list:
-        """Modules with layers, which FSDP shards. The first reads tokens."""
+        """The modules that have layers, which FSDP shards. The first one reads tokens."""
         return [lm]
-
-    def cpu_limits(self, args):
-        """Sentences for what its engine cannot do without a GPU."""
-        return ()
-
-    def maker(self, make, args, files, spec: str):
-        """What makes a row of the data `spec`: `make`, as data.make_row, or what extends it. files:
-        inputs.ModelFiles."""
-        return make
-
-    # ---- in files ----
 
     def pieces(self, name: str, tensor, first: int = 0):
         """Yields what the files have of a parameter: (name, tensor, its first row in the file).
         tensor: rows of the parameter, from its row `first` on."""
         yield name, tensor, first
-
-    # ---- in a forward ----
-
-    def inputs(self, micro) -> dict:
-        """What the model gets beside a micro-batch's packed input."""
-        return {}
-
-    def hidden(self, lm, inputs):
-        """What the head gets: (1, S, H)."""
-        return self.parts(lm)[0].base_model(**inputs, use_cache=False).last_hidden_state
-
-    def plain_logits(self, lm, head, keep, inputs):
-        """transformers' own forward of one row → (1, keep, V). head: LogprobModel.head."""
-        return lm(**inputs, use_cache=False, logits_to_keep=keep).logits
-
-    # ---- in training ----
-
-    def freeze(self, lm, args):
-        """Decides which weights are trained. args: of the script; None: the defaults."""
-
-    def follow(self, lm, args):
-        """Prepares a policy, once, to be watched in its forwards (`around`); a critic is not."""
-
-    def around(self, micro):
-        """A context for a forward of that policy."""
-        return nullcontext()
-
-    def metrics(self, world) -> dict[str, float]:
-        """Of a policy's forwards since the last optimizer step. A collective."""
-        return {}
-
-    # ---- before the first step ----
-
-    def engine(self, kind: type, args, inputs) -> type:
-        """rollout.Engine, or a class that extends it. inputs: inputs.Inputs."""
-        return kind
-
-    def first(self, rows: list[Row]) -> list[Row]:
-        """The rows, those first that run.compare_policies should compare."""
-        return rows
-
-    def largest(self, rows: list[Row], text_row):
-        """For a trial of the largest micro-batch, a function (tokens of its prompt, of the
-        micro-batch) → Row. text_row is such a function; a family's own may make rows that need
-        more, by what the data has."""
-        return text_row
 
     def shape(self, lm) -> Shape:
         """The sizes of lm, which needs no weights."""

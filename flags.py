@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -22,30 +21,23 @@ import tyro
 
 import dist
 import losses
+import part
 from data import DataArgs, Row, load, make_row
-from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
+from errors import Mistakes, SettingsError
 from evaluate import EvalArgs
 from log import read
 from model import ModelArgs, OptimizerArgs, learning_rate
-from model_files import family_of
-from parts.experts.experts import ExpertArgs
-from parts.judges.pool import JudgeArgs, JudgePool
-from parts.lora.lora import LoraArgs
-from parts.other_systems.other_systems import theirs
-from parts.pictures.flags import PictureArgs
-from parts.report.args import ReportArgs
-from parts.trial.trial import TrialArgs
-from parts.turns.turns import TurnArgs
-from plan import Memory, PlanArgs, groups
-from plan import flags as plan_flags
-from rewards import Pool, RewardArgs
+from part import ask, wrapped
+from plan import Memory, PlanArgs
+from rewards import RewardArgs
 from rollout import EngineArgs
+from settings import Count, Flags, Number, Positive, Range, not_default, values_of
 from worker import ROOT, load_file
 
 # ---- the flags of the loss ----
 
 @dataclass
-class ClipArgs:
+class ClipArgs(Flags):
     """The loss of a token."""
     clip_low: float = 0.2
     """ε below: ratios under 1 - ε are clipped."""
@@ -111,8 +103,8 @@ NAMES = {"loss": losses.LOSSES, "advantage": dict.fromkeys(  # of built-in funct
     ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
 TAKES = {  # positional arguments, and those by name
     "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
-    "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
-                                   "old_logprobs engine_logprobs")}
+    "advantage": ("rewards group", "scored eps parts trained row lengths old_logprobs "
+                                   "engine_logprobs batch")}
 
 
 class Own(NamedTuple):
@@ -207,8 +199,11 @@ def rules(args):
 
 # ---- the flags of a run ----
 
+PartArgs = part.flags()
+
+
 @dataclass
-class RunArgs:
+class RunArgs(Flags):
     """The run's folder, checkpoints, and what is shown."""
     resume: bool = True
     """--no-resume: refuse if runs/NAME exists."""
@@ -246,7 +241,7 @@ class RunArgs:
 
 
 @dataclass
-class CommonArgs:
+class CommonArgs(Flags):
     """Flags that several files read. The usual ones come first."""
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
@@ -287,18 +282,12 @@ class CommonArgs:
     data_args: DataArgs = field(default_factory=DataArgs)
     engine_args: EngineArgs = field(default_factory=EngineArgs)
     model_args: ModelArgs = field(default_factory=ModelArgs)
-    lora_args: LoraArgs = field(default_factory=LoraArgs)
-    expert_args: ExpertArgs = field(default_factory=ExpertArgs)
-    picture_args: PictureArgs = field(default_factory=PictureArgs)
     optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
     reward_args: RewardArgs = field(default_factory=RewardArgs)
-    judge_args: JudgeArgs = field(default_factory=JudgeArgs)
-    turn_args: TurnArgs = field(default_factory=TurnArgs)
     eval_args: EvalArgs = field(default_factory=EvalArgs)
     run_args: RunArgs = field(default_factory=RunArgs)
-    trial_args: TrialArgs = field(default_factory=TrialArgs)
-    report_args: ReportArgs = field(default_factory=ReportArgs)
     plan_args: PlanArgs = field(default_factory=PlanArgs)
+    parts: PartArgs = field(default_factory=PartArgs)
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
@@ -309,10 +298,10 @@ class CommonArgs:
     entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
 
-    def choose_rates(self, parameters: int) -> None:
-        """Sets --lr and --critic_lr where they are not given."""
+    def choose_rates(self, parameters: int, factor: float = 1) -> None:
+        """Sets --lr and --critic_lr where they are not given: `factor` times the usual ones of a
+        model with so many parameters."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
-        factor = prod(getattr(group, "rate", 1) for group in groups(self))
         self.lr = self.lr or factor * lr
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
@@ -331,12 +320,6 @@ class CommonArgs:
             found[f"the weight of {name}"] = float(weight or 1)
         return found
 
-    def pool(self, waits: list[str]) -> Pool:
-        """The workers of --reward. waits: those that are `async def`."""
-        if waits:
-            return JudgePool(list(self.reward), self.reward_args, self.judge_args.reward_retries)
-        return Pool(list(self.reward), self.reward_args)
-
     def find_reference(self, files, sketches: str | None):
         """files, an inputs.ModelFiles, with what is needed of a reference model. sketches: see
         inputs.find_model."""
@@ -349,7 +332,7 @@ class CommonArgs:
         spec = getattr(self, flag)
         if not spec:
             return []
-        make = family_of(files.lm.config).maker(make, self, files, spec)
+        make = wrapped("make_row", make, self, files, spec)
         rows, note = load(spec, files.tokenizer, self.data_args, seed=seed, make=make,
                           eos_ids=files.ends)
         notes.append(f"--{flag} {note}")
@@ -409,7 +392,7 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     """The words → Args, with what args.json has of the flags that are not given, which must be what
     these flags take today."""
     kept = {name: value for name, value in kept.items()
-            if name in plan_flags(kind()) and name not in OF_A_CALL}
+            if name in values_of(kind()) and name not in OF_A_CALL}
     before = []
     for name, value in kept.items():
         if isinstance(value, bool):
@@ -434,8 +417,7 @@ def parse_words(kind: type, description: str, words: list[str], **options):
     except SystemExit as end:
         if not end.code:  # --help
             dist.run(Mistakes().stop)
-        found, rest = theirs(words)
-        if found:
+        for found, rest in ask("unknown", words):
             mistakes = Mistakes(found)
             mistakes.attempt(parse_words, kind, description, rest, **options)
             mistakes.stop()

@@ -17,7 +17,7 @@ completions of each, N = P·G completions in request order, M sampled tokens of 
 after another. These are the same on every rank. A micro-batch has n of the tokens.
 """
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -31,7 +31,6 @@ from errors import SettingsError
 from flags import CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
-from parts.carry.carry import CarryArgs
 from rewards import parse as parse_rewards
 from rewards import score_samples
 from run import Run, set_up
@@ -61,8 +60,6 @@ class Args(flags.LossArgs, CommonArgs):
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
     refills: int = 3
     """The most extra rollouts of one step with --dynamic_sampling."""
-    carry_args: CarryArgs = field(default_factory=CarryArgs)
-
     script: ClassVar[str] = "grpo.py"
 
     @property
@@ -263,14 +260,11 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
     own = flags.own("advantage", args.advantage)
-    # The number of each token's turn; at the last token of a turn, what an environment paid for it.
-    turn, paid, engine_logprobs = batch.turns()  # (M,)
     row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
-    pay, _ = parts.get("turns", (0.0, None))  # the weight of --reward turns
     A = own.function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
-        trained=loss_tokens > 0, row=row, lengths=batch.tokens, turn=turn,
-        turn_rewards=paid * pay, old_logprobs=old_logprobs, engine_logprobs=engine_logprobs)
+        trained=loss_tokens > 0, row=row, lengths=batch.tokens, old_logprobs=old_logprobs,
+        engine_logprobs=batch.engine_logprobs, batch=batch)
     like = row if own.per == "token" else rewards
     if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "

@@ -16,8 +16,9 @@ import model
 import model_files
 import rewards
 from errors import Mistakes, SettingsError, as_sentence, tell
-from model_files import family_of, shape_from
-from plan import GIB, Plan, Shape, count, groups, problems
+from model_files import shape_from
+from part import ask, extended
+from plan import GIB, Plan, Shape, count, problems
 from texts import check_tokenizer, eos_ids
 from verifiers import number_of
 
@@ -42,7 +43,8 @@ def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
     with TemporaryDirectory() as sketches:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
-    planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    kind = extended("memory", args.memory, args)
+    planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     tell("\n  ".join([found.plan.text(), *found.notes]))
     return int(found.shape.fused and not planned.fits)
@@ -56,7 +58,7 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
         card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
     else:
         free = free_bytes() / local_size
-    planned = args.memory(found.plan, found.shape, card, free)
+    planned = extended("memory", args.memory, args)(found.plan, found.shape, card, free)
     found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
@@ -90,7 +92,6 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     shape = shape_from(lm)
     ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, notes)
     files = ModelFiles(shape, tokenizer, folder, lm, ends)
-    args.choose_rates(files.shape.params)
     files = args.find_reference(files, sketches)
     rows = args.load_rows("data", args.seed, files, notes)
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
@@ -101,9 +102,8 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     trains = args.needs_rollouts and not args.eval_args.eval_only
     rewards.check_rows(needs, everything if trains else eval_rows)
     rewards.try_once(args, everything if trains else eval_rows, waits, notes)
-    for group in groups(args):
-        if hasattr(group, "inspect"):  # what its flags ask of files and rows
-            group.inspect(args, files, everything)
+    ask("check", args, files, everything)
+    args.choose_rates(files.shape.params)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
@@ -118,7 +118,7 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
     mistakes += problems(args, ranks, local_size=local_size)
     found = [], []
     if args.reward or args.needs_reward:
-        found = mistakes.attempt(rewards.check, list(args.reward))
+        found = mistakes.attempt(rewards.check, list(args.reward), args)
     mistakes.stop()
     return found
 
@@ -228,10 +228,8 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
-    if not (torch.cuda.is_available() or args.plan_args.plan):
-        found += family_of(config).cpu_limits(args)
     for row in rows:
-        largest = max(row.ids, default=None)
+        largest = max(row.prompt_ids, default=None)
         if largest is None or largest >= text.vocab_size:  # it would break the engine
             found.append(f"--model {args.model}: row {row.number} of {row.source} must have tokens "
                          f"with ids below {text.vocab_size} (the largest is {largest}).")

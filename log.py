@@ -31,7 +31,6 @@ from safetensors import SafetensorError
 from batch import Sample
 from dist import World, peak_memory
 from errors import SettingsError, tell
-from parts.report.tokens import token_row
 
 # ---- files that are whole or absent ----
 
@@ -371,16 +370,30 @@ SHORT.maxstring = 140  # characters
 
 def sample_row(s: Sample, decode=None) -> dict:
     """An object of samples/. decode: the tokenizer's: the prompt is shown as the model saw it."""
-    turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
     asked = s.prompt.row
     prompt = asked.prompt
     if decode:
-        prompt = decode(asked.shown_ids, clean_up_tokenization_spaces=False)
+        prompt = decode(asked.prompt_ids, clean_up_tokenization_spaces=False)
     row = {"position": s.prompt.position, "prompt": prompt, "completion": s.text,
-           "turns": turns, "answer": asked.answer, "reward": s.score.total,
+           "turns": s.completion.messages(s.text), "answer": asked.answer, "reward": s.score.total,
            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-           "truncated": s.completion.truncated} | asked.shown
+           "truncated": s.completion.truncated}
     return row | token_row(s, decode)
+
+
+def token_row(s: Sample, decode=None) -> dict:
+    """Lists with an item a token, for samples/. Numbers of a token that was not sampled are 0. {}:
+    no update has learned from the completion. decode: the tokenizer's."""
+    if decode is None or s.advantages is None:
+        return {}
+    ids, sampled = s.completion.ids.tolist(), s.completion.sampled
+    advantages = np.zeros(len(ids))
+    advantages[sampled] = s.advantages
+    numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
+    # Some tokenizers drop a space at the start: a token's text is the second of two.
+    texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
+    return {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
+        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
 
 
 def short(row: dict) -> str:

@@ -2,8 +2,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed.fsdp as fsdp
@@ -17,8 +16,9 @@ import batch
 from batch import Micro
 from dist import World
 from errors import SettingsError, as_sentence
-from family import NEVER
 from model_files import config_of, family_of, load, names_in_files
+from part import extended
+from settings import Flags
 
 # ---- log-probs ----
 
@@ -76,7 +76,7 @@ HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
 
 @dataclass
-class ModelArgs:
+class ModelArgs(Flags):
     """Weights and memory. None of these changes numbers, but for rounding."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
@@ -100,7 +100,7 @@ class ModelArgs:
 
 
 @dataclass
-class OptimizerArgs:
+class OptimizerArgs(Flags):
     """AdamW and its learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's betas."""
@@ -145,22 +145,26 @@ def compute_dtype(args: ModelArgs, device: torch.device):
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
-def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True, seed: int = 0):
-    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. A model that is not
-    trained has no master weights in float32. seed: for what `start` fills."""
-    compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
+def build(kind, folder: str, world: World, args, trained: bool = True):
+    """A sharded LogprobModel or ValueModel with the weights of a folder. A collective.
+
+    kind: its class. args: the script's Args. A model that is not trained has no master weights in
+    float32. SettingsError: the files lack weights of the model, or have others.
+    """
+    own, sizes, dims = args.model_args, (world.size,), None
+    compute = compute_dtype(own, world.device)
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
     names = names_in_files(lm, folder)
-    root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
-    if args.shard_size not in (0, world.size):
-        sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
+    root = kind(lm, args).eval()  # the engine has no dropout
+    if own.shard_size not in (0, world.size):
+        sizes, dims = (world.size // own.shard_size, own.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
-    offload = args.cpu_offload or (not trained and "reference" in args.offload)
+    offload = own.cpu_offload or (not trained and "reference" in own.offload)
     # What FSDP shards beside the root: the first ModuleList of each module that the family names.
     layers = [layer for part in root.family.parts(lm)
               for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
-    shard(root, layers, mesh, compute, master, args.checkpointing, offload)
+    shard(root, layers, mesh, compute, master, own.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     for module in lm.modules():  # non-persistent buffers (rotary frequencies) are in no file
         if module._non_persistent_buffers_set:
@@ -169,7 +173,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
             lm.base_model._init_weights(module)
         for name in module._buffers.keys() - module._non_persistent_buffers_set:  # FSDP casts none
             setattr(module, name, getattr(module, name).to(compute))
-    root.start(seed)
+    root.start(args.seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
@@ -202,29 +206,40 @@ def whole(tensor):
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
-def hidden_states(family, lm, inputs, source):
-    """(n, H) at the places `source` of the packed input (batch.Micro), which may repeat. On a CPU
-    the gradient of x[source] depends on the threads; that of index_select does not. On CUDA it is a
-    sum by atomics, in any order."""
-    return family.hidden(lm, inputs).flatten(0, 1).index_select(0, source)
-
-
 class Model(nn.Module):
-    """A language model."""
-    frozen = False  # True: only adapters are trained, so the weights need no float32
+    """A language model of transformers, `lm`, with what its family brings."""
+    frozen = False  # True: its weights are not trained, so they need no float32
+
+    def __init__(self, lm, args):
+        """lm: `skeleton` of a folder. args: the script's Args."""
+        super().__init__()
+        self.lm, self.family = lm, family_of(lm.config)
 
     def start(self, seed: int):
-        """Fills what a subclass adds to the files' parameters. (Critic fills its own head.)"""
+        """Fills the parameters that are in no file: with zeros."""
+        for name, p in self.named_parameters():
+            if not name.startswith("lm."):
+                nn.init.zeros_(p)
+
+    def states(self, inputs):
+        """What the head gets: (1, S, H). inputs: a packed input (batch.Micro)."""
+        return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def hidden(self, inputs, source):
+        """`states` at the places `source` of the packed input, which may repeat: (n, H).
+
+        On a CPU the gradient of x[source] depends on the threads; that of index_select does not. On
+        CUDA it is a sum by atomics, in any order."""
+        return self.states(inputs).flatten(0, 1).index_select(0, source)
 
 
 class LogprobModel(Model):
     """A causal language model. Its forward gives log-probs."""
 
-    def __init__(self, lm, head_chunk: int):
-        super().__init__()
+    def __init__(self, lm, args):
+        super().__init__(lm, args)
         text = lm.config.get_text_config()
-        self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // text.vocab_size)
-        self.family = family_of(lm.config)
+        self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text.vocab_size)
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
@@ -233,61 +248,68 @@ class LogprobModel(Model):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.family.never:
-            logits.detach()[..., self.family.never] += NEVER  # no policy samples these ids
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
         """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
         formula = formula or token_logprobs
         # π = softmax(scale x head / temperature), so the scale goes into the temperature.
-        return formula(hidden_states(self.family, self.lm, inputs, source), self.head, targets,
+        return formula(self.hidden(inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
-    def plain_logits(self, keep, **inputs):
-        """transformers' own forward of one row, for the comparison of run.py. keep: m positions →
-        logits (m, V)."""
+    def plain_logits(self, inputs, keep):
+        """transformers' own forward of one row, for the comparison before the first step. inputs: a
+        packed input of this row. keep: m positions → logits (m, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         text = self.family.parts(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
-        logits = self.family.plain_logits(self.lm, self.head, keep, inputs)
+        logits = self.plain(inputs, keep)
         text.set_attn_implementation("packed")
         return logits[0]
+
+    def plain(self, inputs, keep):
+        """The forward of `plain_logits`: (1, m, V). transformers makes positions and mask."""
+        ids = inputs["input_ids"]
+        return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
 
 
 class ValueModel(Model):
     """The same base with a scalar head."""
 
-    def __init__(self, lm, head_chunk: int):
-        super().__init__()
-        self.lm, self.family = lm, family_of(lm.config)
+    def __init__(self, lm, args):
+        super().__init__(lm, args)
         del lm.lm_head
         self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, device="meta",
                               dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
         """The value before each sampled token, (n,), at least float32."""
-        hidden = hidden_states(self.family, self.lm, inputs, source)
+        hidden = self.hidden(inputs, source)
         values = self.head(hidden).sum(-1)  # squeeze makes a view, see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Trained:
-    """A model with its optimizer."""
+    """A model with its optimizer. args: the script's Args."""
 
-    def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
-        self.module, self.world, self.moving = module, world, model_args.offload
+    def __init__(self, module: Model, world: World, args):
+        self.module, self.world, self.args = module, world, args
+        self.moving = args.model_args.offload
         if next(module.parameters()).device.type == "cpu":  # it is on the host already
             self.moving = ()
-        self.max_grad_norm = args.max_grad_norm or math.inf
+        own = args.optimizer_args
+        self.max_grad_norm = own.max_grad_norm or math.inf
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
-                                           weight_decay=args.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=own.betas,
+                                           weight_decay=own.weight_decay, fused=True)
+
+    def inputs(self, micro: Micro) -> dict:
+        """What the module gets of a micro-batch."""
+        return micro.inputs
 
     def run(self, micro: Micro, *inputs):
         """The module's forward of a micro-batch."""
-        seen = micro.inputs | self.module.family.inputs(micro)
-        out = self.module(seen, micro.source, *inputs)
+        out = self.module(self.inputs(micro), micro.source, *inputs)
         if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
             self.module.reshard()
         return out
@@ -316,66 +338,41 @@ class Trained:
 
 
 class Policy(Trained):
-    """The language model that is trained, or the reference model, whose optimizer has nothing to
-    do. A subclass may train adapters instead."""
+    """The language model that is trained; or a reference model, which makes no steps."""
 
-    def __init__(self, module, world, model_args, args, flags=None):
-        """flags: the script's Args, for the family; None: their defaults."""
-        lm, self.family = module.lm, module.family
-        self.family.freeze(lm, flags)
-        self.family.follow(lm, flags)  # so that `around` can watch its forwards
-        super().__init__(module, world, model_args, args)
-        self.metrics: dict[str, float] = {}  # the family's, of the last update
+    def __init__(self, module, world, args):
+        super().__init__(module, world, args)
+        self.metrics: dict[str, float] = {}  # of the last step, beside those of `learn`
         # vLLM refuses Gemma 2's tied head.
-        self.left_out = {"lm_head.weight"} if type(lm).__name__.startswith("Gemma2") else set()
-
-    def run(self, micro: Micro, *inputs):
-        """As Trained.run, within the family's context (a dense text model has none)."""
-        with self.family.around(micro):
-            return super().run(micro, *inputs)
-
-    def step(self, lr: float) -> float:
-        """As Trained.step."""
-        self.metrics = self.family.metrics(self.world)
-        return super().step(lr)
+        gemma2 = type(module.lm).__name__.startswith("Gemma2")
+        self.left_out = {"lm_head.weight"} if gemma2 else set()
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool = False, formula=None):
         """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
+    def reference(self, load):
+        """The policy that training started from, for a KL term. load: a function that builds it
+        from its files."""
+        return load()
+
+    def stored(self, dtype=None):
+        """Yields (name in the model, full tensor) of each weight, tied ones by each name. A
+        collective: every rank must go through all of it."""
+        for name, value in self.module.lm.state_dict().items():
+            if name not in self.left_out:
+                yield name, whole(value.to(self.world.device, dtype or value.dtype))
+
     def weights(self, dtype=None):
-        """Yields (name, full tensor) of each weight that files have, one at a time. A collective:
+        """Yields (name in the files, full tensor) of each weight, one at a time. A collective:
         every rank must go through all of it."""
-        for name, stored in self.module.lm.state_dict().items():  # names tied weights twice
-            if name in self.left_out:
-                continue
-            value = self.in_use(name, stored).to(self.world.device, dtype or stored.dtype)
-            for there, piece, _ in self.family.pieces(name, whole(value)):
+        for name, value in self.stored(dtype):
+            for there, piece, _ in self.module.family.pieces(name, value):
                 yield there, piece
-
-    def in_use(self, name: str, value):
-        """The weight of this name as the model computes with it. value: as it is stored."""
-        return value
-
-    def beginning(self):
-        """The model that training started from, if its weights stand beside adapters: here None."""
-        return None
-
-    def engine(self, kind: type, args, inputs) -> type:
-        """`kind`, or a class that extends it for this policy. inputs: inputs.Inputs."""
-        return self.family.engine(kind, args, inputs)
-
-    def export(self, folder: Path):
-        """Writes to `folder` what is trained apart from the model: nothing."""
 
 
 class Critic(Trained):
     """The value function V of ppo.py. Its head starts at zero."""
-
-    def __init__(self, module, world, model_args, args, flags=None):
-        module.family.freeze(module.lm, flags)
-        super().__init__(module, world, model_args, args)
-        nn.init.zeros_(module.head.weight)
 
     def values(self, micro: Micro):
         """V(s_t) of the state in which token t was chosen: (n,)."""
@@ -389,3 +386,21 @@ def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)
     return peak * {"constant": 1.0, "linear": 1.0 - done,
                    "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[args.lr_schedule]
+
+
+# ---- the classes of a run, with what parts add ----
+
+class Kinds(NamedTuple):
+    """The classes that a run builds."""
+    logprob_model: type[LogprobModel]
+    value_model: type[ValueModel]
+    policy: type[Policy]
+    critic: type[Critic]
+
+
+def kinds(args, config, trained: bool = True) -> Kinds:
+    """The classes for these flags and a model of this config.json. trained: it is no reference."""
+    return Kinds(extended("model", LogprobModel, args, config, trained),
+                 extended("model", ValueModel, args, config, trained),
+                 extended("policy", Policy, args, config, trained),
+                 extended("policy", Critic, args, config, trained))

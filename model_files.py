@@ -14,15 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from errors import SettingsError, as_sentence
 from family import Family, Shape
-from parts.experts.experts import Mixture
-from parts.pictures.seeing import Seeing
-from parts.states.states import Stateful
+from part import asked
 
-FAMILIES = {kind: family for family in (  # by model_type; all others are a Family
-    Seeing,
-    Mixture,
-    Stateful,
-) for kind in family.types}
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
@@ -70,7 +63,12 @@ def fetch(model: str, weights: bool) -> str:
 
 def family_of(config) -> Family:
     """What a model brings, by its config.json."""
-    return FAMILIES.get(config.model_type, Family)(config)
+    return families().get(config.model_type, Family)(config)
+
+
+def families() -> dict[str, type[Family]]:
+    """{model_type: its class} of those that are more than a dense text model."""
+    return {kind: family for known in asked("FAMILIES").values() for kind, family in known.items()}
 
 
 def shape_from(lm) -> Shape:
@@ -98,7 +96,7 @@ def config_of(folder: str, flag: str = "model"):
         if wrong:
             raise SettingsError(
                 f"--{flag} {folder} has {what}, which is not supported. Would work: "
-                f"{', '.join(['a causal language model of transformers', *FAMILIES])}.")
+                f"{', '.join(['a causal language model of transformers', *families()])}.")
     return config
 
 

@@ -2,18 +2,29 @@
 
 docs/use/memory_and_machines.md has most of the formulas in words. Each is a bound, but for 2 %.
 """
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 
 from dist import KEYS, assert_divisible
-from errors import Count, Positive, SettingsError, needed, outside
+from errors import SettingsError
 from family import Shape
 from model import HEAD_LOGITS
-from parts import pairs
+from part import ask
 from rollout import engine_limits
+from settings import (
+    Count,
+    Flags,
+    Positive,
+    changed,
+    groups,
+    needed,
+    outside,
+    save_every,
+    values_of,
+)
 
 
 @dataclass
-class PlanArgs:
+class PlanArgs(Flags):
     """The plan"""
     plan: bool = False
     """Print the plan for these settings and exit."""
@@ -39,48 +50,10 @@ class PlanArgs:
                 yield f"--strict: {error}"
 
 
-def flags(args) -> dict[str, object]:
-    """{name: value} of all groups."""
-    found = {}
-    for name, value in vars(args).items():
-        found |= vars(value) if is_dataclass(value) else {name: value}
-    return found
-
-
-def groups(args) -> list:
-    """The dataclasses of flags: args, and those in it."""
-    return [args, *filter(is_dataclass, vars(args).values())]
-
-
-def changed(args, **values):
-    """A copy of args with other values, in groups too."""
-    for name, group in vars(args).items():
-        if is_dataclass(group):
-            inside = {flag: values.pop(flag) for flag in vars(group) if flag in values}
-            if inside:
-                values[name] = replace(group, **inside)
-    return replace(args, **values)
-
-
-def restored(args, kept: dict):
-    """A copy of args with what `kept` (of args.json or state.json) has of its flags."""
-    names = flags(args).keys() & kept.keys()
-    return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
-                            for name in names})
-
-
 def budgets(args) -> dict[str, int]:
     """{flag: tokens of a micro-batch}."""
-    return {name: value for name, value in flags(args).items()
+    return {name: value for name, value in values_of(args).items()
             if name.endswith(("update_tokens", "score_tokens"))}
-
-
-def save_every(args) -> int:
-    """Steps between two checkpoints. 0: there are none."""
-    given = args.run_args.save_every
-    if args.eval_args.eval_only:
-        return 0
-    return ceil_div(args.steps, 10) if given is None else given
 
 
 def ceil_div(n: int, size: int) -> int:
@@ -144,9 +117,7 @@ class Plan:
         self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
-        for group in groups(a):
-            if hasattr(group, "sizes"):  # these flags change some, such as in_flight
-                group.sizes(self)
+        ask("sizes", self)  # parts may change some
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
             most = max(most, self.in_flight * a.group)
@@ -231,21 +202,19 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
              local_size: int | None = None) -> list[str]:
     """A sentence for each rule that the settings break: the range of a flag (errors.py), and those
     of several, which `rules` of their dataclass yields. The other arguments: see Plan."""
-    wrong, default = {}, flags(type(args)())
+    wrong, default = {}, values_of(type(args)())
     for group in groups(args):
         wrong |= outside(group)
     # The others see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
-    values = flags(usable)
+    values = values_of(usable)
     for group in groups(usable):
-        found += needed(group, values)
-        if hasattr(group, "rules"):
-            found += group.rules(plan)
+        found += [*needed(group, values), *group.rules(plan)]
     longest = "--max_prompt_tokens {max_prompt_tokens} + --max_tokens {max_tokens}".format(**values)
     found += [f"--{name} must be at least {plan.longest:,} (got {tokens:,}): {longest}."
               for name, tokens in budgets(usable).items() if tokens < plan.longest]
-    return found + pairs.problems(values, shape)
+    return found
 
 
 # ---- memory ----
@@ -279,11 +248,6 @@ class Memory:
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:
             self.ranks = float("inf")
-        # Of adapters: parameters, which alone are trained, and their bytes in the engine.
-        self.added = self.taken = 0
-        for group in groups(self.args):
-            if hasattr(group, "added"):
-                self.added, self.taken = group.added(shape), group.engine_bytes(shape, self.c)
         self.cache = self.holds = 0.0
         self.parts = {"set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
                       **self.models(), **self.passes(),
@@ -297,24 +261,38 @@ class Memory:
         """Parameters of the policy that are trained."""
         if self.args.eval_args.eval_only:
             return 0
-        return self.added or self.shape.params - self.shape.frozen(self.args)
+        return self.shape.params - self.shape.frozen(self.args)
 
     @property
     def checkpoint(self) -> float:
         """Its bytes: weights and moments."""
         return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
 
+    def weights(self) -> float:
+        """Bytes of the policy's weights, of all ranks together."""
+        return self.m * self.shape.params
+
+    def reference(self) -> float:
+        """Bytes of the reference model's weights, of all ranks together."""
+        return self.c * (self.shape.reference or self.shape).params
+
+    def gradient_sum(self, root: int) -> float:
+        """Bytes of the gradients that FSDP sums at once: a layer's, and before it the root's."""
+        return self.m * self.shape.layer + self.c * root
+
+    def engine_weights(self) -> float:
+        """Bytes of the weights in the engine of a rank."""
+        return self.c * self.shape.params / self.args.engine_args.tp
+
     def models(self) -> dict[str, tuple[float, float]]:
         """Weights, and what their training keeps."""
-        args, shape, weights = self.args, self.shape, self.m * self.shape.params
-        if self.added:
-            weights = self.c * shape.params + self.m * self.added
-        weights, gradients = weights / self.ranks, self.m * self.trained / self.ranks
+        args = self.args
+        weights, gradients = self.weights() / self.ranks, self.m * self.trained / self.ranks
         critic = reference = 0.0
         if args.critic_args:  # it has all of these too
             critic = weights + 3 * gradients
-        if args.needs_reference and (shape.reference or not self.added):  # else the policy has it
-            reference = self.c * (shape.reference or shape).params / self.ranks
+        if args.needs_reference:
+            reference = self.reference() / self.ranks
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference  # it stays there
         return {"weights": (0.0 if "params" in away else weights, weights),
@@ -347,8 +325,8 @@ class Memory:
         size += 8 * c * shape.hidden  # beside the layers' own: 8 vectors between and after them
         if again:
             size += shape.layers * c * shape.hidden
-        if update and not self.added:  # gradients: a layer's in FSDP's sum, the root's before it
-            gathered += self.m * shape.layer + c * root
+        if update:
+            gathered += self.gradient_sum(root)
         whole, each = shape.beside(c, args, update)  # of a text model: nothing
         gathered, size = gathered + whole, size + each
         copies = UPDATE_HEAD if update else SCORE_HEAD
@@ -364,7 +342,7 @@ class Memory:
     def engine(self) -> tuple[float, float]:
         """Bytes while it samples, and asleep. Sets `cache` and `holds`."""
         e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
-        weights = c * shape.params / e.tp + self.taken
+        weights = self.engine_weights()
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
         work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)

@@ -21,17 +21,16 @@ import dist
 import losses
 from batch import Batch, Meter, Sample, sample_metrics
 from dist import World
-from errors import Count, Positive, Range
 from flags import CommonArgs, LossArgs, parse
 from inputs import show_plan
 from model import Critic, Policy, learning_rate
-from parts.carry.carry import CarryArgs
 from rewards import score_samples
 from run import set_up
+from settings import Count, Flags, Positive, Range
 
 
 @dataclass
-class CriticArgs:
+class CriticArgs(Flags):
     """The critic."""
     critic_lr: Positive | None = None
     """Peak learning rate of the critic. Not given: 1e-3 for a model below ten million parameters,
@@ -68,7 +67,6 @@ class Args(LossArgs, CommonArgs):
     """Completions over which --kl_reward_coef changes by at most a fifth."""
     critic_args: CriticArgs = field(default_factory=CriticArgs)
 
-    carry_args: CarryArgs = field(default_factory=CarryArgs)
 
     script: ClassVar[str] = "ppo.py"
     needs_old_logprobs: ClassVar[bool] = True

@@ -23,7 +23,9 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from errors import Range, SettingsError, as_sentence
+from errors import SettingsError, as_sentence
+from part import asked
+from settings import Flags, Range, changed
 from verifiers import REWARDS, answers_of
 from worker import Item, Part, names_twice
 
@@ -34,7 +36,7 @@ FAILED_CALLS = 8  # the run ends after so many calls, in batches without one sco
 
 
 @dataclass
-class RewardArgs:
+class RewardArgs(Flags):
     """Processes that score completions"""
     reward_workers: Annotated[int, Range(1, 4096)] = 2
     """Worker processes per rank."""
@@ -87,16 +89,15 @@ def score_samples(run, samples: list, group: int) -> None:
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
-        if sample.completion.failed:  # whatever its reward returned
-            sample.score = Score(None, dict.fromkeys(score.parts), "its episode failed")
     report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
 
 
 def item_of(sample, text) -> Item:
     """What a worker gets of a sample. text: ids → str."""
     row, completion = sample.prompt.row, sample.completion
-    return Item(row.prompt, text(completion.ids), row.answer, row.columns, completion.tokens,
-                completion.truncated, completion.ids.tolist(), completion.turns)
+    words = text(completion.ids)
+    return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
+                completion.truncated, completion.ids.tolist(), completion.messages(words))
 
 
 def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
@@ -130,13 +131,15 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 def parse(specs: list[str]) -> list[Part]:
     """The words of --reward → parts. SettingsError: all mistakes."""
     parts, mistakes = [], []
+    of_parts = {name: path for known in asked("REWARDS").values() for name, path in known.items()}
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
         path, name, number = match.groups() if match else (None, spec, None)
-        path, weight = path and file_of(path), math.nan
+        path, weight = path or of_parts.get(name), math.nan
+        path = path and file_of(path)
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
-        metrics = ["mean", "std", "turns"] if path else []  # reward/turns: of an environment
+        metrics = ["mean", "std"] if path else []
         taken = [part.name for part in parts] + metrics
         if not (os.path.isfile(path) if path else name in REWARDS):
             what = f"file, here or in {ROOT}" if path else "reward"
@@ -151,7 +154,7 @@ def parse(specs: list[str]) -> list[Part]:
     if mistakes:
         raise SettingsError("\n".join([
             *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
-            f"Names: {', '.join(REWARDS)}"]))
+            f"Names: {', '.join([*REWARDS, *of_parts])}"]))
     if names := names_twice(parts):
         raise SettingsError(f"--reward: two of its folders have {', '.join(names)}, and an import "
                             "takes one of them. Would work: all in one folder, or other names.")
@@ -163,10 +166,10 @@ def file_of(path: str) -> str:
     return path if os.path.isfile(path) else os.path.join(ROOT, path)
 
 
-def check(specs: list[str]) -> tuple[list, list[str]]:
+def check(specs: list[str], args) -> tuple[list, list[str]]:
     """What a worker says of them (Pool): (needs, waits). SettingsError if one cannot load."""
     parse(specs)
-    with contextlib.closing(Pool(specs, RewardArgs(reward_workers=1))) as pool:
+    with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
         pool.wait()
         return pool.needs, pool.waits
 
@@ -189,10 +192,10 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
     notes gets a line. One that is `async def` asks a server, and is not called."""
     if waits or not rows or not any(".py:" in spec for spec in args.reward):
         return
-    limits = RewardArgs(reward_workers=1, reward_timeout=args.reward_args.reward_timeout)
     row, text = rows[0], "a made-up completion"
-    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [], None)
-    with contextlib.closing(Pool(list(args.reward), limits)) as pool:
+    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [],
+                [{"role": "assistant", "content": text}])
+    with contextlib.closing(Pool(list(args.reward), changed(args, reward_workers=1))) as pool:
         pool.wait()
         size = args.group if pool.groups else 1
         error = pool.ask([item] * size, size)[0].error
@@ -259,13 +262,16 @@ class Worker:
 
 
 class Pool:
-    """Worker processes, and a thread for each, which gives it calls and waits for its answers."""
+    """Worker processes, and a thread for each, which gives it calls and waits for its answers.
+
+    specs: the words of --reward. args: the script's.
+    """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # of its workers
     answer: ClassVar = Answer
 
-    def __init__(self, specs: list[str], args: RewardArgs):
-        self.args, self.parts = args, self.parse(specs) if specs else []
+    def __init__(self, specs: list[str], args):
+        self.args, self.parts = args.reward_args, self.parse(specs) if specs else []
         self.tried = threading.Event()  # one worker started, or could not
         self.refused = ""  # why no worker starts
         # What a worker says of the functions:
@@ -275,7 +281,7 @@ class Pool:
         self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
         # Lists of calls, which are slices of a batch; None ends a thread.
-        self.inboxes = self.make_inboxes(args.reward_workers if self.parts else 0)
+        self.inboxes = self.make_inboxes(self.args.reward_workers if self.parts else 0)
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
         for thread in self.threads:

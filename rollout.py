@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from batch import Completion, Sample
 from data import Prompt, Row
-from dist import World, assert_divisible, share
-from errors import Count, Range
+from dist import assert_divisible, share
 from model import Policy, Trained
+from settings import Count, Flags, Range
 from texts import reader
 
 
 @dataclass
-class EngineArgs:
+class EngineArgs(Flags):
     """The vLLM engine. Only --stop changes the maths."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, and are part of it."""
@@ -73,23 +73,25 @@ def hash_seed(*parts: int | str) -> int:
 class Engine:
     """vLLM in this process. Building one is a collective.
 
-    max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
-    trained: the models that share the GPU with it.
+    run: run.Run, with its models; they share the GPU with the engine.
     """
 
-    def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
-                 eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
-                 kv_cache: float, log, trained: list[Trained]):
+    def __init__(self, run):
+        world, args, inputs = run.world, run.args.engine_args, run.inputs
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
-        self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
-        self.tokenizer, self.eos_ids = tokenizer, eos_ids
-        self.text = reader(tokenizer, eos_ids) if tokenizer else None  # ids → str
-        self.metrics: dict[str, float] = {}  # of a step, beside those of all completions
+        self.run, self.world, self.args, self.log = run, world, args, run.log
+        self.dtype = torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32  # no float64
+        self.trained = [it for it in (run.policy, run.reference, run.critic)
+                        if isinstance(it, Trained)]
+        self.tokenizer, self.eos_ids = inputs.tokenizer, inputs.ends
+        self.text = reader(self.tokenizer, self.eos_ids) if self.tokenizer else None  # ids → str
+        self.metrics: dict[str, float] = {}  # of the last `sample`
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
-        self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
+        self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False
         self.places = None  # {name of a weight: the engine's tensor}; {}: only its loader knows
+        max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's own
         self.sleep_level = args.sleep_level if self.on_gpu else 0  # on CPU vLLM has no sleep mode
@@ -97,15 +99,17 @@ class Engine:
             self.make_room()  # vLLM measures what is free
         threads = torch.get_num_threads()
         self.llm = LLM(
-            folder, tokenizer=folder, distributed_executor_backend="external_launcher",
-            tensor_parallel_size=args.tp, dtype=str(dtype).removeprefix("torch."),
+            inputs.source, tokenizer=inputs.source,
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=args.tp, dtype=str(self.dtype).removeprefix("torch."),
             max_model_len=max_len,
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache) or None, **self.options(max_len))
+            # None: --gpu_memory_utilization decides
+            kv_cache_memory_bytes=int(inputs.kv_cache) or None, **self.options(max_len))
         if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
             torch.set_num_threads(threads)
 
@@ -126,7 +130,7 @@ class Engine:
         with self.log.time("sync"):
             if self.on_gpu:
                 self.make_room()
-            self.bring(policy)
+            self.load(policy)
         yield
         if self.on_gpu:
             self.sleep()
@@ -146,18 +150,14 @@ class Engine:
         for model in self.trained:
             model.move(self.world.device)
 
-    def bring(self, policy: Policy) -> None:
-        """Take the policy's weights. A collective."""
-        self.load(policy.weights(self.dtype))
-
-    def load(self, weights: Iterator) -> None:
-        """Take new weights, (name, tensor) each. A collective."""
+    def load(self, policy: Policy) -> None:
+        """Gives the engine the policy's weights. A collective."""
         with self.changing():
-            self.take(weights)
+            self.take(policy.weights(self.dtype))
 
     @contextmanager
     def changing(self):
-        """Inside, new weights come."""
+        """A context in which the engine gets new weights. Afterwards it has its cache, empty."""
         if self.asleep:  # weights and cache at once is the classic out-of-memory
             self.llm.wake_up(tags=["weights"])
         yield
@@ -167,13 +167,15 @@ class Engine:
         self.forget()
 
     def forget(self) -> None:
-        """What was computed with other weights: old prefixes would be wrong by 0.5 nats."""
+        """Clears the prefix cache, which was computed with other weights: log-probs after an old
+        prefix would be wrong by 0.5 nats. RuntimeError: vLLM could not."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
-        """Brings new weights into the engine's tensors: by vLLM's loader, and on a CPU from the
-        second time on by copies to the places that the loader chose, if `find_places` sees them."""
+        """Brings new weights, (name, tensor) each, into the engine's tensors: by vLLM's loader, and
+        on a CPU from the second time on by copies to the places that the loader chose, if
+        `find_places` sees them. A collective."""
         if self.places:
             for name, tensor in weights:
                 self.places[name].copy_(tensor)
@@ -182,7 +184,7 @@ class Engine:
         digests: dict[str, tuple] = {}
         if not self.on_gpu:
             weights = digested(weights, digests)
-        # All in one call: a part of a fused layer would leave wrong ones.
+        # All in one call: vLLM fuses layers, and a part of a fused layer would leave wrong ones.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         deque(weights, maxlen=0)  # a collective: every rank must use it up
         if self.places is None and not self.on_gpu:
@@ -221,13 +223,13 @@ class Engine:
         return [self.completion(output.outputs[0]) for output in found]
 
     def outputs(self, requests: list[Request], temperature: float, **options) -> list:
-        """vLLM's own."""
+        """Runs vLLM on the requests → its RequestOutput objects, in the order of requests."""
         from vllm import SamplingParams
         params = [SamplingParams(**self.sampling(r, temperature)) for r in requests]
         return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
 
     def sampling(self, request: Request, temperature: float) -> dict:
-        """vLLM's SamplingParams."""
+        """The arguments of vLLM's SamplingParams for a request."""
         stop = list(self.args.stop)
         return dict(
             temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,
@@ -235,24 +237,18 @@ class Engine:
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
     def prompts(self, requests: list[Request]) -> list[dict]:
-        """As vLLM wants them."""
+        """The prompts of the requests, as vLLM takes them."""
         return [{"prompt_token_ids": request.prompt_ids} for request in requests]
 
     def completion(self, output) -> Completion:
-        """vLLM's output → ours. RuntimeError: log-probs are missing or not finite."""
+        """A completion from vLLM's CompletionOutput. RuntimeError: its log-probs are missing or not
+        finite."""
         ids = np.asarray(output.token_ids, dtype=np.int32)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
             raise RuntimeError(
                 f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
         return Completion(ids, logprobs, output.finish_reason == "length")
-
-    def state(self) -> dict:
-        """What it goes on with in the next step, for a checkpoint."""
-        return {}
-
-    def restore(self, state: dict, rows: list[Row]) -> None:
-        """Goes on from `state`. rows: of the data."""
 
     def close(self) -> None:
         """The last call of a run: it ends the process group too."""

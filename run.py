@@ -16,7 +16,6 @@ import checkpoint
 import dist
 import log
 import model
-import plan
 import rewards
 from batch import Batch, Completion, Micro, Sample
 from checkpoint import export_model
@@ -26,14 +25,15 @@ from evaluate import sampled_metrics
 from flags import CommonArgs
 from inputs import Inputs, read_inputs
 from log import write_samples
-from parts.lora import lora
-from parts.trial.trial import try_worst_case
+from model_files import config_of
+from part import ask, extended
 from rewards import Score
 from rollout import Engine, Request, hash_seed
+from settings import save_every, values_of
 
 # ---- one policy? ----
 
-ROWS, TOKENS = 8, 64  # prompts that are compared, and the tokens after each
+ROWS, LONGEST, TOKENS = 8, 2, 64  # prompts, of these the longest of all, and tokens after each
 ROUNDINGS, LEAST, MOST = 2, 0.005, 0.15  # the limit in bfloat16: roundings, and nats
 OF_ENGINE = "the engine did not take all weights, or lacks what this config.json asks for"
 OF_TRAINER = ("LogprobModel in model.py or attention in batch.py lacks what this model does, or a "
@@ -82,11 +82,12 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Those of the first rows, and one that leaves room for TOKENS alone: what depends on the
-    length (windows, scaled frequencies) shows there."""
-    family = run.policy.family
-    rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
-    words = [i for row in rows for i in row.ids if i not in family.never]
+    """Those of the first rows, and of the longest; and one that leaves room for TOKENS alone: what
+    depends on the length (windows, scaled frequencies) shows there."""
+    rows = run.inputs.rows + run.inputs.eval_rows
+    longest = sorted(rows, key=lambda row: len(row.prompt_ids))[-LONGEST:]
+    rows = rows[:ROWS - len(longest)] + longest
+    words = [i for row in rows for i in row.prompt_ids]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -146,10 +147,9 @@ def off_by_a_rounding(embedding, inputs, x):
 def plain_logprobs(policy, sample: Sample, heat: float, device):
     """(n,) of the sampled tokens. heat: the temperature. A collective."""
     module, micro = policy.module, Micro(Batch([sample]), [0], device)  # one row: as it is
-    seen = {"input_ids": micro.inputs["input_ids"]} | module.family.inputs(micro)
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
-        logits = module.plain_logits(micro.source, **seen)
+        logits = module.plain_logits(policy.inputs(micro), micro.source)
     module.reshard()
     logprobs = (logits.cpu().double() / heat).log_softmax(-1)  # (n, V)
     return logprobs.gather(-1, micro.targets.cpu().unsqueeze(-1)).squeeze(-1)
@@ -166,7 +166,7 @@ def set_up(args, kind=None) -> "Run":
     # 2. Check flags and files. Machines have their own: compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)
-    flags, facts = plan.flags(args), checkpoint.facts(args, inputs, world)
+    flags, facts = values_of(args), checkpoint.facts(args, inputs, world)
     same = {f"--{name}": value for name, value in flags.items()} | facts | {
         "row_digests": None,
         "the digest of --data's rows": checkpoint.digest(facts["row_digests"]),
@@ -185,7 +185,7 @@ def set_up(args, kind=None) -> "Run":
         "changes": settings.get("changes", [])})
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
-        after = "a kill" if plan.save_every(args) else "SIGTERM"
+        after = "a kill" if save_every(args) else "SIGTERM"
         what = "a new run"
         if saved:
             what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
@@ -201,7 +201,7 @@ def set_up(args, kind=None) -> "Run":
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
     """From here on only this run writes its folder. kept: what args.json gets. A collective."""
-    world, every, folder = run_log.world, plan.save_every(args), run_log.folder
+    world, every, folder = run_log.world, save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
         raise SettingsError(
@@ -226,7 +226,8 @@ def again(world: dist.World, name: str) -> str:
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
     """The run and all that it holds; a resumed one as its checkpoint has it. A collective."""
-    scorer = args.pool(inputs.waits)  # its processes start now
+    pool = extended("pool", rewards.Pool, args, inputs.waits)
+    scorer = pool(list(args.reward), args)  # its processes start now
     scorer.progress["max_steps"] = args.steps
     policy, reference, critic = build_models(args, world, inputs)
     run = (kind or Run)(
@@ -234,10 +235,11 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
         reference, critic, start=saved.state["step"] if saved else 0,
         kl_coef=getattr(args, "kl_reward_coef", 0.0))
     if args.needs_engine:
-        run.engine = build_engine(run)
+        run.engine = extended("engine", Engine, run)(run)
+        run.engine.sleep()  # the trainer has the GPU
     world.together(scorer.wait)
+    ask("begin", run)
     if not args.eval_args.eval_only:
-        try_worst_case(run)
         run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
@@ -247,41 +249,20 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 def build_models(args, world: dist.World, inputs: Inputs):
     """(policy, reference, critic): None where the run has none."""
-    source, shared = inputs.source, (world, args.model_args, args.optimizer_args)
-    logprobs, values, kind = model.LogprobModel, model.ValueModel, model.Policy
-    if args.lora_args.lora_rank:
-        logprobs, values, kind = lora.kinds(args.lora_args, args.model, source)
-    critic = reference = None
+    def made(folder: str, trained: bool, kind: str = "policy", module: str = "logprob_model"):
+        kinds = model.kinds(args, config_of(folder), trained)
+        weights = model.build(getattr(kinds, module), folder, world, args, trained)
+        return getattr(kinds, kind)(weights, world, args)
 
-    def load(kind, source=source, **options):
-        return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
+    def reference():
+        return made(inputs.reference or inputs.source, False)
 
-    policy = kind(load(logprobs), *shared, args)
+    policy, critic = made(inputs.source, True), None
     if args.critic_args:
-        critic = model.Critic(load(values), *shared, args)
-    if args.needs_reference:
-        reference = None if inputs.reference else policy.beginning()
-        reference = reference or model.Policy(
-            load(model.LogprobModel, inputs.reference or source, trained=False), *shared)
-    return policy, reference, critic
-
-
-def build_engine(run: "Run") -> Engine:
-    """The engine, asleep: the trainer has the GPU."""
-    args, inputs, models = run.args, run.inputs, (run.policy, run.reference, run.critic)
-    kind = run.policy.engine(Engine, args, inputs)
-    for group in plan.groups(args):
-        if hasattr(group, "engine"):  # its flags extend it
-            kind = group.engine(kind, run)
-    engine = kind(
-        inputs.source, run.world, args.engine_args, tokenizer=inputs.tokenizer,
-        eos_ids=inputs.ends, log=run.log,
-        trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
-        max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
-        kv_cache=inputs.kv_cache,
-        dtype=torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32)  # it has no float64
-    engine.sleep()
-    return engine
+        critic = made(inputs.source, True, "critic", "value_model")
+    if not args.needs_reference:
+        return policy, None, critic
+    return policy, reference() if inputs.reference else policy.reference(reference), critic
 
 
 @dataclass
@@ -302,6 +283,10 @@ class Run:
     start: int = 0  # steps done
     kl_coef: float = 0.0  # ppo.py may adapt it
 
+    def __post_init__(self):
+        # What a checkpoint has beside weights: {name: an object with state_dict, load_state_dict}.
+        self.stateful = {"stream": self.stream}
+
     @property
     def end(self) -> int:
         """Steps done when the loop ends."""
@@ -316,7 +301,7 @@ class Run:
     @property
     def saves(self) -> set[int]:
         """After which steps the loop saves."""
-        steps, every = self.args.steps, plan.save_every(self.args)
+        steps, every = self.args.steps, save_every(self.args)
         return {*range(0, steps, every), steps} if every else set()
 
     @property
@@ -334,9 +319,8 @@ class Run:
         """Goes on from the checkpoint. A collective."""
         state = saved.state
         checkpoint.load(saved, self.world, self.trained)
-        self.stream.position = state["position"]
-        if self.engine:
-            self.engine.restore(state, self.inputs.rows)
+        for name, it in self.stateful.items():
+            it.load_state_dict(state[name])
         self.log.bad_steps = state["bad_steps"]
         self.kl_coef = checkpoint.kl_coef(self.args, state)
 
@@ -359,10 +343,9 @@ class Run:
     def save(self, step: int):
         """A checkpoint. A collective."""
         folder = self.log.folder / "checkpoints"
-        state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
-                 "bad_steps": self.log.bad_steps, "settings": self.settings}
-        if self.engine:
-            state |= self.engine.state()
+        state = {"step": step, "kl_coef": self.kl_coef, "bad_steps": self.log.bad_steps,
+                 "settings": self.settings}
+        state |= {name: it.state_dict() for name, it in self.stateful.items()}
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 
@@ -386,20 +369,16 @@ class Run:
                 self.save(self.end)
                 return self.stopped(self.end)
             if flags.export:
-                self.export()
+                export_model(self.policy, self.inputs.source, self.log.folder / "model",
+                             self.inputs.ends)
+            ask("end", self)
             missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(self.args.steps)
             log.draw_curve(self.log)
-        self.args.report_args.write(self.log)
         missed = self.world.any_rank(missed)
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()
         return int(missed)
-
-    def export(self):
-        """The policy to model/. A collective."""
-        export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
-        self.policy.export(self.log.folder)
 
     def close(self):
         """Ends workers and engine. A collective."""

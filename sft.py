@@ -22,13 +22,13 @@ import dist
 import losses
 from batch import Batch, Meter, Sample
 from dist import World
-from errors import not_default
 from flags import CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
 from parts.sft import targets
 from parts.sft.supervised import Supervised, given
 from run import set_up
+from settings import not_default
 
 
 @dataclass
@@ -66,7 +66,8 @@ class Args(CommonArgs):
         if self.temperature != 1:
             yield (f"--temperature must be 1: nothing is sampled (got {self.temperature}). For an "
                    "evaluation there is --eval_temperature.")
-        for flag in not_default(self.engine_args) + not_default(self.turn_args):
+        turns = getattr(self.parts, "turns", None)
+        for flag in not_default(self.engine_args) + (not_default(turns) if turns else []):
             if not self.needs_engine:
                 yield f"--{flag} is for an engine. Would work: with --eval_data and --reward."
         if self.reward and not self.eval_data:

@@ -77,7 +77,6 @@ def value(sign: str, whole: str, over: str, under: str, top: str, bottom: str) -
 
 # The names of --reward, and their places: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "parts.turns.replies:paid", "turns": "parts.turns.replies:paid",
     "exact": "verifiers:exact", "math": "verifiers:math_reward",
     "short": "verifiers:short",
     "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",

@@ -65,7 +65,7 @@ def played(job, carry: int, tokens: int, steps: int, seed: int = 0):
     """64 prompts x 8 → mean decode steps of a trained step; mean and greatest age of completions.
     The first tenth of the steps does not count: in it the flight fills."""
     args = SimpleNamespace(batch=64, group=8, seed=seed, temperature=1.0, max_tokens=job[2],
-                           carry_args=CarryArgs(carry, tokens))
+                           parts=SimpleNamespace(carry=CarryArgs(carry, tokens)))
     prompts, engine, found = Prompts(), Engine(*job), []
     it = Carry(args, prompts)
     for step in range(steps):

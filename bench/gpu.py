@@ -54,6 +54,7 @@ from data import DataArgs, Prompt, Row
 from examples import tiny
 from model_files import shape_from
 from rewards import Score
+from settings import changed, values_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
@@ -150,14 +151,15 @@ class Bench:
             model=str(self.folder), batch=8 if self.card else 1, minibatches=2, lr=1e-6,
             max_tokens=self.completion, update_tokens=budget, score_tokens=budget,
             data_args=DataArgs(max_prompt_tokens=self.prompt))
-        return plan.Plan(plan.changed(args, **flags), 1, None, 0)
+        return plan.Plan(changed(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False, head_chunk: int = 0) -> model.Policy:
         self.world = dist.World.joined or dist.join()
-        args = model.ModelArgs(dtype=str(self.dtype).removeprefix("torch."),
-                               checkpointing=checkpointing, head_chunk=head_chunk)
+        args = grpo.Args(max_tokens=self.completion, model_args=model.ModelArgs(
+            dtype=str(self.dtype).removeprefix("torch."), checkpointing=checkpointing,
+            head_chunk=head_chunk))
         module = model.build(model.LogprobModel, str(self.folder), self.world, args)
-        return model.Policy(module, self.world, args, model.OptimizerArgs())
+        return model.Policy(module, self.world, args)
 
     def batch(self, budget: int) -> Batch:
         """Random sequences of full length that fill two micro-batches."""
@@ -303,12 +305,13 @@ def start_engine(bench: Bench) -> None:
     end-of-sequence ids, so all completions are full."""
     policy = bench.policy()
     bench.before = bench.in_use()
-    bench.engine = rollout.Engine(
-        str(bench.folder), bench.world, rollout.EngineArgs(), tokenizer=None, eos_ids=[],
-        dtype=bench.dtype, max_len=bench.longest,
-        max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30,
-        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), trained=[policy])
-    bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
+    bench.engine = rollout.Engine(SimpleNamespace(
+        world=bench.world, args=policy.args, policy=policy, reference=None, critic=None,
+        dtype=bench.dtype, log=SimpleNamespace(time=lambda name: nullcontext()),
+        inputs=SimpleNamespace(
+            source=str(bench.folder), tokenizer=None, ends=[],
+            kv_cache=0 if bench.card else 2**30, plan=SimpleNamespace(longest=bench.longest))))
+    bench.load = lambda: bench.engine.load(policy)
     bench.load()
 
 
@@ -393,7 +396,7 @@ def planned(bench: Bench) -> list[str]:
 
 def train(bench: Bench, flags: dict) -> tuple[list[dict], str]:
     """Three steps of grpo.py → the lines of metrics.jsonl, and what it printed."""
-    given, names = plan.flags(bench.plan().args), (
+    given, names = values_of(bench.plan().args), (
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}

@@ -143,8 +143,8 @@ def prepare(world, size, prompts, group, *rest, folder: str | None):
         folder = random_model(size)
     args = grpo.Args(group=group, max_tokens=1024, lr=1e-9,
                      advantage="dr_grpo" if group > 1 else "reinforce++")
-    module = model.build(model.LogprobModel, folder, world, args.model_args)
-    policy = model.Policy(module, world, args.model_args, args.optimizer_args)
+    module = model.build(model.LogprobModel, folder, world, args)
+    policy = model.Policy(module, world, args)
     vocab = min(320, module.lm.config.vocab_size)
     return args, policy, make_samples(vocab, prompts, group, *rest)
 

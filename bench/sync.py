@@ -25,6 +25,7 @@ sys.path.insert(0, os.environ.get("CONTESTANT", str(Path(__file__).resolve().par
 import torch
 
 import dist
+import grpo
 import model
 from beside import ROOT, Contestant, measure
 from examples import tiny
@@ -51,18 +52,21 @@ def random_model(size: str) -> str:
 def serve(size: str, completions: int) -> None:
     """The process of a Contestant: a sync, then samples, for each line of rank 0's input. Its
     seconds are those of the sync, or of the samples if their number is given."""
-    world, args, log = dist.join(120), model.ModelArgs(), lambda name: nullcontext()
+    world = dist.join(120)
+    args = grpo.Args(max_tokens=32 if completions else 8,
+                     engine_args=EngineArgs(max_num_seqs=256))
     torch.set_num_threads(1)
     folder = str(ROOT / "runs" / f"bench-sync-{size}")
-    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
-                          model.OptimizerArgs())
-    engine = Engine(folder, world, EngineArgs(max_num_seqs=256), tokenizer=None, eos_ids=[],
-                    dtype=torch.float32, max_len=64, max_tokens=32 if completions else 8, seed=0,
-                    kv_cache=2**29 if completions else 2**26,
-                    log=SimpleNamespace(time=log), trained=[policy])
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)
+    engine = Engine(SimpleNamespace(
+        world=world, args=args, policy=policy, reference=None, critic=None, dtype=torch.float32,
+        log=SimpleNamespace(time=lambda name: nullcontext()),
+        inputs=SimpleNamespace(source=folder, tokenizer=None, ends=[],
+                               kv_cache=2**29 if completions else 2**26,
+                               plan=SimpleNamespace(longest=64))))
     while any(world.gather([sys.stdin.readline() if world.rank == 0 else ""])):
         began = time.process_time()
-        engine.bring(policy)
+        engine.load(policy)
         brought = time.process_time()
         done = engine.complete([Request([5, 6, 7 + i], i) for i in range(completions or 8)], 1.0)
         sampled = time.process_time() - brought

@@ -50,7 +50,6 @@ PROMISES = {  # what the tests hold: promise: its files
     "what a person sees": "log results",
     "the scripts and the README work": "script nano tiny host",
     "the code is written to be read, in layers": "style layers names",
-    "what most runs do not use can be deleted": "strip",
     "the pages are true": "docs exercises details reports"}
 
 

@@ -77,7 +77,7 @@ def main(folder: str, out: str) -> None:
         assert policy.step(3e-3) > 0
 
     for sync in range(3):
-        engine.load(policy.weights(engine.dtype))
+        engine.load(policy)
         export_model(policy, folder, f"{out}.{sync}")
         world.barrier()
         found["gap"][f"sync {sync}"] = [gap(1.0), gap(0.7)]
@@ -92,10 +92,10 @@ def main(folder: str, out: str) -> None:
         return engine.llm.apply_model(
             lambda lm: {name: p.clone() for name, p in lm.named_parameters()})[0]
 
-    engine.load(policy.weights(engine.dtype))
+    engine.load(policy)
     copied, places = tensors(), engine.places
     engine.places = {}  # by vLLM's loader
-    engine.load(policy.weights(engine.dtype))
+    engine.load(policy)
     loaded = tensors()
     found["copied"] = len(places) == len([*policy.weights()]) and all(
         torch.equal(copied[name], loaded[name]) for name in loaded)
@@ -104,18 +104,19 @@ def main(folder: str, out: str) -> None:
     found["gap"]["no sync"] = [gap(1.0)]
     found["guard"] = {"no sync": guard()}
     for wrong in ("layers.1.self_attn.v_proj.bias", "layers.0.mlp.up_proj.weight"):
-        engine.load(one_wrong(policy.weights(engine.dtype), wrong))
+        engine.load(SimpleNamespace(
+            weights=lambda dtype, wrong=wrong: one_wrong(policy.weights(dtype), wrong)))
         found["guard"][wrong] = guard()
     reset, engine.llm.reset_prefix_cache = engine.llm.reset_prefix_cache, lambda: True
-    engine.load(policy.weights(engine.dtype))
+    engine.load(policy)
     found["gap"]["no cache reset"] = [gap(1.0)]
     engine.llm.reset_prefix_cache = lambda: False
     try:
-        engine.load(policy.weights(engine.dtype))
+        engine.load(policy)
     except RuntimeError as error:
         found["refused"] = str(error)
     engine.llm.reset_prefix_cache = reset
-    engine.load(policy.weights(engine.dtype))
+    engine.load(policy)
     export_model(policy, folder, out + ".model")
     world.barrier()
     found["gap"]["sync again"] = [gap(1.0)]

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 import dist
-import plan
 import rollout
 import run
 from batch import Completion, Sample
 from data import Prompt, Row
 from house import SCRIPTS
 from rewards import Score
+from settings import changed
 
 
 class World(dist.World):
@@ -49,7 +49,7 @@ class Log:
 
 def args(script: str = "grpo", **flags):
     """The script's Args with these flags, wherever they live."""
-    return plan.changed(SCRIPTS[script].Args(lr=1e-3), **flags)
+    return changed(SCRIPTS[script].Args(lr=1e-3), **flags)
 
 
 def rows(n: int) -> list[Row]:

@@ -12,6 +12,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import part
+from settings import changed
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
@@ -26,11 +29,11 @@ from errors import SettingsError
 from forked import PYTHON
 from house import has, kept, module
 from rewards import Score
-from rollout import Engine, EngineArgs, Request
+from rollout import Engine, Request
 from run import compare_policies
 from tools import float64
 
-STATES = module("parts.states.states").Stateful.types if has("states") else ()
+STATES = tuple(module("parts.states.plug").FAMILIES) if has("states") else ()
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 # Two ways to compute one model may differ by so many times what float32 rounds, which each run
@@ -193,18 +196,22 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> Batch:
          for ids in completions])
 
 
-def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
-    weights = weights or model.ModelArgs()
-    return model.Policy(model.build(model.LogprobModel, folder, world, weights, *more), world,
-                        weights, model.OptimizerArgs())
+def trainer_of(folder: str, world, **flags) -> model.Policy:
+    """The policy of a run with these flags."""
+    args = changed(grpo.Args(model=folder), **flags)
+    kinds = model.kinds(args, model.config_of(folder))
+    return kinds.policy(model.build(kinds.logprob_model, folder, world, args), world, args)
 
 
-def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, kind=Engine) -> Engine:
-    log = SimpleNamespace(time=lambda name: nullcontext(), count=False)
-    kind = policy.family.engine(kind, grpo.Args(), SimpleNamespace())
-    return kind(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
-                max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
-                trained=[policy], tokenizer=None, log=log)
+def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, rows=()) -> Engine:
+    """The engine of a run with this policy."""
+    log = SimpleNamespace(time=lambda name: nullcontext(), say=print)
+    run = SimpleNamespace(
+        world=world, log=log, dtype=dtype, policy=policy, reference=None, critic=None, stateful={},
+        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24),
+        inputs=SimpleNamespace(source=folder, tokenizer=None, ends=[2], kv_cache=2**28,
+                               plan=SimpleNamespace(longest=256), rows=[*rows], eval_rows=[]))
+    return part.extended("engine", Engine, run)(run)
 
 
 def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):
@@ -223,7 +230,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
     every weight and are exported to FOLDER-1 and FOLDER-2. An engine loads weights three times.
     Two completions of each of three random prompts, which are longer than a window and a cache
     block."""
-    rng, policy = np.random.default_rng(0), trainer_of(folder, world, model.ModelArgs(**options))
+    rng, policy = np.random.default_rng(0), trainer_of(folder, world, **options)
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
             for i in (0, 1, 5) for _ in range(2)]
     rows[1::2], found = rows[::2], []
@@ -238,7 +245,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
         requests = [Request(row.prompt_ids, i) for i, row in enumerate(rows)]
 
         def generate():
-            vllm.load(policy.weights(vllm.dtype))
+            vllm.load(policy)
             return vllm.complete(requests, HEAT)
 
     for step in range(3):
@@ -360,8 +367,8 @@ def compared(kind: str, options: dict, dtype: str = "float32") -> str:
 
 def compare(folder: str, dtype: str, engine: bool = True, world=None) -> str:
     """The comparison of a run, on this rank."""
-    world, weights = world or dist.join(120), model.ModelArgs(dtype=dtype)
-    policy, said, draw = trainer_of(folder, world, weights), [], np.random.default_rng(0)
+    world = world or dist.join(120)
+    policy, said, draw = trainer_of(folder, world, dtype=dtype), [], np.random.default_rng(0)
     prompts = [data.Prompt(i, data.Row(i, "", draw.integers(3, 320, 60 + 10 * i).tolist(), None, {},
                                        "")) for i in range(8)]
     vllm = engine_of(folder, world, policy, dtype=getattr(torch, dtype)) if engine else None

@@ -1,4 +1,4 @@
-"""What this checkout has: `./run.sh strip` deletes parts, and their cases go with them.
+"""What this checkout has: `rm -r parts/NAME` removes a part, and its cases go with it.
 
 `module` has a stand-in for a module that is gone: a test that asks it for something is skipped. A
 case whose parameters name such a part is skipped by conftest.py, `kept` leaves it out of a table,
@@ -81,8 +81,8 @@ def module(name: str) -> ModuleType | Gone:
 
 
 def adapters(args):
-    """The LoraArgs of a script's Args. None: all weights are trained."""
-    flags = getattr(args, "lora_args", None)
+    """The LoRA flags of a script's Args. None: all weights are trained."""
+    flags = getattr(args.parts, "lora", None)
     return flags if flags and flags.lora_rank else None
 
 

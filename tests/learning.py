@@ -12,9 +12,9 @@ import data
 import grpo
 import house
 import model
-import plan
 import rewards
 from batch import Batch, Completion, Sample
+from settings import changed
 from tools import float64
 
 lora = house.module("parts.lora.lora")
@@ -123,7 +123,7 @@ def arguments(script=grpo, **options):
     """
     args = script.Args(group=GROUP, max_tokens=COMPLETION, update_tokens=1 << 20,
                        score_tokens=1 << 20, lr=1e-3)
-    return plan.changed(args, **{"max_prompt_tokens": PROMPT} | options)
+    return changed(args, **{"max_prompt_tokens": PROMPT} | options)
 
 
 def sample(prompt: data.Row | list[int], completion: np.ndarray) -> Sample:
@@ -189,20 +189,21 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             key = kind, case.source, case.dtype, case.shard_size, (
                 str(adapters), args.model_args.checkpointing)
             if key not in built:
-                built[key] = float64.build(model.LogprobModel, source, world, args.model_args,
-                                           adapters=adapters)
+                adapted = model.kinds(args, model.config_of(source)).logprob_model
+                plain = kind == "reference"
+                built[key] = float64.build(model.LogprobModel if plain else adapted, source, world,
+                                           args)
             reset(built[key], source, noise)
             return built[key]
 
         reference = None
-        policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args,
-                     args)
+        base = model.kinds(args, model.config_of(source)).policy
+        policy = type("Spied", (Spy, base), {})(module("policy", 0.0), world, args)
         policy.gradients = outcome.gradients
         if args.needs_reference and adapters:
             reference = lora.Base(policy)
         elif args.needs_reference:
-            reference = model.Policy(
-                module("reference", 0.05), world, args.model_args, args.optimizer_args)
+            reference = model.Policy(module("reference", 0.05), world, args)
 
         def micros(self, world, rows, budget, phase, outcome=outcome):
             made = real_micros(self, world, rows, budget, phase)

@@ -17,10 +17,10 @@ class Spy(model.Policy):
         with torch.no_grad():
             for p in lm.parameters():
                 p *= 1 + noise * torch.randn_like(p)
-        module, self.gradients = model.LogprobModel(lm, 0), []
+        module, self.gradients = model.LogprobModel(lm, grpo.Args()), []
         lm.set_attn_implementation("packed")
         module.reshard = lambda: None  # it is not sharded
-        super().__init__(module, World(), model.ModelArgs(), model.OptimizerArgs())
+        super().__init__(module, World(), grpo.Args())
 
     def step(self, lr):
         self.gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters()]))

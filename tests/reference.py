@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 import torch
 
-import plan
 from reference_losses import (
     cov_cut,
     distill_advantages,
@@ -34,6 +33,7 @@ from reference_losses import (
     value_loss,
     whiten,
 )
+from settings import values_of
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Model:
             if hasattr(block, "experts"):
                 block.forward = partial(mixture, block)
         self.trained = {} if adapters else dict(whole.named_parameters())
-        if plan.flags(args).get("freeze_router") and head is None:
+        if values_of(args).get("freeze_router") and head is None:
             self.trained = {n: p for n, p in self.trained.items() if ".gate." not in n}
         for name, (A, B) in adapters.items():
             self.trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
@@ -108,7 +108,7 @@ class Model:
 
     def add_adapter(self, layer, A, B):
         """y = W x + alpha / rank · B A x        LoRA: https://arxiv.org/abs/2106.09685"""
-        flags = plan.flags(self.args)
+        flags = values_of(self.args)
         alpha, rank = flags.get("lora_alpha"), flags.get("lora_rank")
         scale = 2.0 if alpha is None else alpha / rank
         layer.register_forward_hook(lambda layer, inputs, y: y + scale * (inputs[0] @ A.T) @ B.T)

@@ -13,6 +13,7 @@ import plan
 import rewards
 from batch import Completion, Sample
 from house import SCRIPTS, has, kept, module
+from settings import changed
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
@@ -72,9 +73,10 @@ grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}
 grpo group=3 steps=1 advantage=variants/gdpo.py:gdpo reward=('exact', 'short:0.5') \
 overlong_filter=True {TWICE}
 grpo group=3 steps=2 advantage=variants/lite_ppo.py:lite_ppo overlong_buffer=8 advantage_eps=0.1
-grpo group=3 steps=2 advantage=variants/turn_credit.py:turn_credit reward=('turns',)
-grpo group=3 steps=1 advantage=variants/turn_credit.py:turn_credit reward=('exact', 'turns:0.5') \
-overlong_buffer=8 kl_reward_coef=0.2 overlong_filter=True aggregation=constant {TWICE}
+grpo group=3 steps=2 advantage=parts/turns/turn_credit.py:turn_credit reward=('turns',)
+grpo group=3 steps=1 advantage=parts/turns/turn_credit.py:turn_credit \
+reward=('exact', 'turns:0.5') overlong_buffer=8 kl_reward_coef=0.2 \
+overlong_filter=True aggregation=constant {TWICE}
 grpo group=5 steps=2 advantage=variants/pass_at_k.py:pass_at_k binary
 grpo group=4 steps=1 loss=tests/often.py:clip_cov engine_correction=truncate {TIGHT}
 grpo group=3 steps=1 loss=clip aggregation=token {TIGHT}
@@ -162,7 +164,7 @@ def arguments(setting: Setting, number: int):
                    dtype="float64")
     if setting.script == "ppo":
         options |= dict(critic_lr=0.02, critic_update_tokens=other, critic_score_tokens=budget)
-    return plan.changed(SCRIPTS[setting.script].Args(), **options | setting.flags)
+    return changed(SCRIPTS[setting.script].Args(), **options | setting.flags)
 
 
 def drawn(script: str) -> list[Setting]:
@@ -213,9 +215,11 @@ def hostile(group: int, seed: int, binary: bool = False) -> list[Sample]:
             ids, turns = rng.integers(0, VOCAB, length).astype(np.int32), []
             for k in range(1 + int((sampled[1:] > sampled[:-1]).sum())):
                 turns.append({"paid": (7 * g + 3 * p + 5 * k) % 9 / 8})
+            done = Completion(ids, (logprobs * sampled).astype(np.float32), truncated, sampled)
+            if has("turns"):
+                done = module("parts.turns.turns").Turns(**vars(done), turns=turns)
             samples.append(Sample(
-                data.Prompt(p, row), Completion(ids, (logprobs * sampled).astype(np.float32),
-                                                truncated, sampled, turns), "text",
+                data.Prompt(p, row), done, "text",
                 rewards.Score(reward, {"exact": reward, "short": short, "turns": reward}, None)))
     return samples
 

@@ -18,6 +18,7 @@ import model
 from errors import SettingsError
 from house import module
 from ranks import results
+from settings import changed
 from tools import float64
 
 lora = module("parts.lora.lora")
@@ -34,14 +35,12 @@ def folder(tmp_path_factory) -> str:
 
 def make(world, folder):
     """The critic has adapters: of it, only they and its head are saved."""
-    args = model.ModelArgs(dtype="float64"), model.OptimizerArgs(weight_decay=0.01)
-
-    def build(kind, adapters):
-        return float64.build(kind, folder, world, args[0], adapters=adapters)
-
-    return {"policy": model.Policy(build(model.LogprobModel, None), world, *args),
-            "critic": model.Critic(build(model.ValueModel, lora and lora.LoraArgs(2)), world,
-                                   *args)}
+    args = fakes.args(dtype="float64", weight_decay=0.01)
+    adapted = changed(args, lora_rank=2) if lora else args
+    kind = model.kinds(adapted, model.config_of(folder)).value_model
+    return {"policy": model.Policy(
+                float64.build(model.LogprobModel, folder, world, args), world, args),
+            "critic": model.Critic(float64.build(kind, folder, world, adapted), world, adapted)}
 
 
 def learn(trained, step: int) -> None:

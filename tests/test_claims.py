@@ -3,21 +3,22 @@ of "at least N" N is taken and less is refused; what "would work" works."""
 import random
 import re
 from collections import Counter
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import plan
-from errors import ranges
 from flags import NAMES
 from house import GONE, SCRIPTS, kept
+from settings import changed, groups, ranges, values_of
 from shapes import shape_of
 
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]
 FILES = kept(f"variants/{name}.py:{name}" for name in (
-    "sapo gmpo dppo ipo opsm geometric clip_cov lite_ppo maxrl gdpo pass_at_k turn_credit").split())
+    "sapo gmpo dppo ipo opsm geometric clip_cov lite_ppo maxrl gdpo pass_at_k").split())
+FILES += kept(["parts/turns/turn_credit.py:turn_credit"])
 WORDS = {  # of flags that are text
     "loss": [*NAMES["loss"], *FILES, "sapo", "clop", "x.py:f"], "eval_data": [None, "", "x"],
     "advantage": [*NAMES["advantage"], *FILES, "maxrl", "gpro"], "reply": [None, "", "x.py:f"],
@@ -33,7 +34,7 @@ def kinds(hint) -> set:
     return {get_origin(hint) or hint}.union(*map(kinds, get_args(hint)))
 
 
-def values_of(name: str, hint, allowed) -> list:
+def drawable(name: str, hint, allowed) -> list:
     """What is drawn for a flag: around the ends of its range, and what nobody may give."""
     if name in WORDS:
         return WORDS[name]
@@ -54,11 +55,11 @@ def values_of(name: str, hint, allowed) -> list:
 def flags_of(script) -> tuple[dict, dict]:
     """{flag: what is drawn for it}, {flag: the types in its type}."""
     can, types, args = {}, {}, script.Args()
-    for group in (args, *filter(is_dataclass, vars(args).values())):
+    for group in groups(args):
         hints, allowed = get_type_hints(type(group), include_extras=True), ranges(group)
         for name in (field.name for field in fields(group)):
             types[name] = kinds(hints[name])
-            found = values_of(name, hints[name], allowed[name])
+            found = drawable(name, hints[name], allowed[name])
             can |= {name: found} if found else {}
     return can, types
 
@@ -68,16 +69,16 @@ class Setting:
 
     def __init__(self, script, seed: int):
         rng, args = random.Random(seed), script.Args()
-        self.default, (self.can, self.kinds) = plan.flags(args), flags_of(script)
+        self.default, (self.can, self.kinds) = values_of(args), flags_of(script)
         drawn = rng.sample(sorted(self.can), rng.randint(1, 14))
-        self.args = plan.changed(args, **{name: rng.choice(self.can[name]) for name in drawn})
+        self.args = changed(args, **{name: rng.choice(self.can[name]) for name in drawn})
         self.ranks = rng.choice([1, 2, 4, 6, 8])
         self.n_rows, self.shape = rng.choice([None, 40, 1000]), rng.choice(SHAPES)
         self.local_size = rng.choice([None, self.ranks, max(1, self.ranks // 2)])
 
     def said(self, **changes) -> dict[str, str]:
         """{a sentence without its numbers: the sentence}, of these flags with some changes."""
-        found = plan.problems(plan.changed(self.args, **changes), self.ranks, self.n_rows, 0,
+        found = plan.problems(changed(self.args, **changes), self.ranks, self.n_rows, 0,
                               self.shape, self.local_size)
         return {re.sub(r"\(got .*?\)+(?=[.:])|-?\d[\d,.e-]*", "#", text): text for text in found}
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import fakes
 import rewards
 import texts
 from data import DataArgs, Row, Stream, read
@@ -137,12 +138,12 @@ def test_a_scorer_that_pays_anything_is_refused():
 def test_puzzles_without_an_answer_of_their_own_are_scored_by_their_metadata():
     pytest.importorskip("reasoning_gym")
     rows, _ = load("reasoning_gym:graph_color", seed=1)
-    needs, _ = rewards.check(["reasoning_gym"])
+    needs, _ = rewards.check(["reasoning_gym"], fakes.args())
     rewards.check_rows(needs, rows)
     right = json.dumps(rows[0].columns["metadata"]["possible_answer"])
     items = [rewards.Item("", text, rows[0].answer, rows[0].columns, 1, False)
              for text in (f"<answer>{right}</answer>", "zzz", "{}")]
-    with closing(rewards.Pool(["reasoning_gym"], rewards.RewardArgs(1))) as pool:
+    with closing(rewards.Pool(["reasoning_gym"], fakes.args(reward_workers=1))) as pool:
         scores = [score.total for score in rewards.scores_of(pool, items)]
     assert rows[0].answer is None and scores[0] == 1 and max(scores[1:]) < 0.1
 

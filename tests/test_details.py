@@ -7,6 +7,7 @@ import torch
 
 import evaluate
 import fakes
+import grpo
 import learning
 import model
 import test_packing
@@ -15,7 +16,7 @@ from rollout import Engine, hash_seed
 
 
 def test_log_probs_are_at_least_float32():
-    module = model.LogprobModel(test_packing.small().bfloat16(), 0)
+    module = model.LogprobModel(test_packing.small().bfloat16(), grpo.Args())
     module.lm.set_attn_implementation("packed")
     micro = Micro(Batch(learning.fabricate("plain", 1)), [0, 1], torch.device("cpu"))
     logprobs, _ = module(micro.inputs, micro.source, micro.targets, 1.0, False)

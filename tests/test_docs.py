@@ -21,6 +21,7 @@ from docs import check_links
 from forked import PYTHON
 from house import SCRIPTS, has, module
 from results.table import task_reward
+from settings import values_of
 from shapes import in_cache, shape_of
 from tracked import tracked
 
@@ -38,12 +39,12 @@ BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text 
 FILES = tracked()
 SOURCES = [path for path in FILES if path.suffix in {".py", ".sh", ".html"}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
-FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
+FLAGS = {name for script in SCRIPTS.values() for name in values_of(script.Args())}
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
           "rdzv_id", "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
-          "kills", "show", "all", "list",  # strip's
+          "kills", "show",
           "num_generations", "tasks", "model_args"}  # TRL's, lm-eval's
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
@@ -364,7 +365,7 @@ def test_durations_are_those_of_the_results():
 
 
 def test_the_defaults_of_the_script_and_of_run_sh_are_those_of_the_page():
-    args, job = plan.flags(grpo.Args()), " ".join((ROOT / "run.sh").read_text().split())
+    args, job = values_of(grpo.Args()), " ".join((ROOT / "run.sh").read_text().split())
     table = {row[0].strip("`-"): row[1:] for row in rows("docs/use/start.md", "The jobs")
              if len(row) == 3 and row[0].startswith("`--")}
     for flag, (script, shell) in table.items():

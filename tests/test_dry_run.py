@@ -12,11 +12,10 @@ from transformers import AutoConfig
 import fakes
 import grpo
 import model
-import plan
 import ppo
 from dist import KEYS
 from fakegpu import FakeGpu, on_gpu
-from house import adapters, module
+from settings import changed, values_of
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
 
 WAITS = 0  # of the host, in one micro-batch of an update
@@ -41,16 +40,15 @@ def trained(kind, wrapper, folder, args, monkeypatch):
     """A model of the run, on the fake GPU, without FSDP."""
     compute = model.compute_dtype(args.model_args, GPU)
     lm = model.skeleton(folder, compute)
-    if adapters(args):
-        module("parts.lora.lora").put_in(lm, args.lora_args, torch.float32)
-    made = kind(lm, args.model_args.head_chunk)
+    kinds = model.kinds(args, lm.config)
+    made = getattr(kinds, kind)(lm, args)
     made.reshard = lambda: None
     if args.model_args.checkpointing:
         for layer in lm.model.layers:
             model.checkpoint_layer(layer, preserve_rng_state=False)
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"],
                         "_get_fused_kernels_supported_devices", lambda: ["cuda", "meta"])
-    return wrapper(made, world(), args.model_args, args.optimizer_args)
+    return getattr(kinds, wrapper)(made, world(), args)
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +61,15 @@ def folder(tmp_path_factory):
 
 def learn(script, folder, monkeypatch, **flags):
     """One `learn` → (FakeGpu, the models, micro-batches that were made)."""
-    args = plan.changed(script.Args(), model=folder, group=2, max_tokens=LONGEST,
+    args = changed(script.Args(), model=folder, group=2, max_tokens=LONGEST,
                         max_prompt_tokens=PROMPT, lr=1e-3, **flags)
     samples, micros = fabricate(args, 0), Counter()
     with FakeGpu() as gpu:
-        policy = trained(model.LogprobModel, model.Policy, folder, args, monkeypatch)
-        reference = trained(model.LogprobModel, model.Policy, folder, args, monkeypatch)
+        policy = trained("logprob_model", "policy", folder, args, monkeypatch)
+        reference = trained("logprob_model", "policy", folder, args, monkeypatch)
         models, more = [policy], {}
         if script is ppo:
-            models.append(trained(model.ValueModel, model.Critic, folder, args, monkeypatch))
+            models.append(trained("value_model", "critic", folder, args, monkeypatch))
             more = dict(critic_lr=1e-3, kl_coef=0.1)
         ran = model.Trained.run
 
@@ -97,7 +95,7 @@ CASES = {
 @pytest.mark.parametrize("script, name", [*((grpo, name) for name in CASES), *(
     (ppo, name) for name in ("checkpointing", "lora"))])
 def test_no_device_is_mixed_and_every_gradient_is_there(script, name, folder, monkeypatch):
-    flags = {k: v for k, v in CASES[name].items() if k in plan.flags(script.Args())}
+    flags = {k: v for k, v in CASES[name].items() if k in values_of(script.Args())}
     grads = []
     step = model.Trained.step
 

@@ -20,7 +20,7 @@ from errors import SettingsError
 from examples import tiny
 from examples.formats import format_tags
 from house import module
-from plan import changed
+from settings import changed
 from templates import CHAT, ROLE, SAID, template, tokenizer_of
 
 sft = module("sft")

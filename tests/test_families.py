@@ -11,12 +11,12 @@ import families
 import grpo
 import inputs
 import model
-import plan
 from batch import pack
 from errors import SettingsError
 from examples import tiny
 from house import SCRIPTS, kept, needs
 from ranks import results
+from settings import changed
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
 RISKY = kept(("Mistral", "Qwen3.5", "Gemma 2", "Gemma 3", "Gemma 4", "Granite", "Cohere", "Phi",
@@ -32,7 +32,7 @@ def trained(world, folder: str) -> dict:
 def values(world, folder: str) -> float:
     """The largest difference of ppo.py's critic with a head of ones from transformers, in
     roundings of transformers."""
-    critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
+    critic = model.build(model.ValueModel, folder, world, grpo.Args())
     torch.nn.init.ones_(critic.head.weight)
     ids, source = torch.arange(3, 203).view(2, 100), torch.arange(0, 200, 7)
     inputs, positions, packed, _ = pack(
@@ -119,7 +119,7 @@ def test_the_table_in_the_docs_has_what_was_tried():
 
 def refused(folder) -> list[str]:
     """The sentences of a run and of --plan."""
-    found, args = [], plan.changed(
+    found, args = [], changed(
         grpo.Args(), max_tokens=64, max_prompt_tokens=64, model=str(folder))
     for look in lambda: inputs.read_inputs(args, 1, 1), lambda: inputs.show_plan(args):
         with pytest.raises(SettingsError) as caught:
@@ -152,8 +152,8 @@ def test_other_models_are_refused_in_one_sentence(tmp_path, kind, options, words
 @needs("states", "sft")
 def test_a_model_with_a_state_is_refused_where_a_run_on_a_cpu_has_an_engine():
     config = AutoConfig.for_model("qwen3_5_text", vocab_size=320)
-    args = plan.changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64)
+    args = changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64)
     words = "on a CPU vLLM computes a qwen3_5_text .* Would work: a GPU, or sft.py"
     assert re.search(words, *inputs.model_limits(args, config, []))
-    args = plan.changed(SCRIPTS["sft"].Args(), max_tokens=64, max_prompt_tokens=64)
+    args = changed(SCRIPTS["sft"].Args(), max_tokens=64, max_prompt_tokens=64)
     assert not inputs.model_limits(args, config, [])

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import data
+import fakes
 import families
 import model
 from batch import Batch
@@ -33,9 +34,9 @@ def packed(world, folder: str, names: list[str]) -> dict[str, tuple]:
     """{family: (M,) log-probs and a gradient} of the trainer, all rows in one micro-batch."""
     found = {}
     for name in names:
-        args = model.ModelArgs(dtype="float64")
+        args = fakes.args(dtype="float64")
         policy = model.Policy(float64.build(model.LogprobModel, f"{folder}/{name}", world, args),
-                              world, args, model.OptimizerArgs())
+                              world, args)
         batch = samples_of()
         micro, = batch.micros(world, [0, 1, 2, 3], 10_000, "update")
         logprobs, _ = policy.logprobs(micro, families.HEAT)
@@ -92,9 +93,9 @@ def slopes(world, folder: str, names: list[str]) -> dict[str, tuple[float, float
     in this direction shows)} of a sum of log-probs."""
     found, draws = {}, torch.Generator().manual_seed(0)
     for name in names:
-        args = model.ModelArgs(dtype="float64")
+        args = fakes.args(dtype="float64")
         module = float64.build(model.LogprobModel, f"{folder}/{name}", world, args)
-        policy = model.Policy(module, world, args, model.OptimizerArgs())
+        policy = model.Policy(module, world, args)
         micro, = samples_of().micros(world, [0, 1, 2, 3], 10_000, "update")
         value = policy.logprobs(micro, families.HEAT)[0].sum()
         value.backward()

@@ -10,11 +10,11 @@ import fakes
 import grpo
 import inputs
 import model as head
-import plan
 import rollout
 from errors import SettingsError
 from house import module
 from plan import GIB
+from settings import changed
 
 # ---- mistakes
 
@@ -48,7 +48,7 @@ def test_more_ranks_than_gpus_and_a_driver_that_is_too_old(monkeypatch):
 def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):
     gpus(monkeypatch, 1)
     with pytest.raises(SettingsError) as caught:
-        inputs.read_inputs(plan.changed(grpo.Args(), batch=0), 2, 2)
+        inputs.read_inputs(changed(grpo.Args(), batch=0), 2, 2)
     assert "1. 2 ranks on this machine need 2 GPUs" in str(caught.value)
     assert "--batch must be at least 1" in str(caught.value)
 
@@ -70,15 +70,18 @@ def test_what_vllm_is_asked_for(device, given, passed, part, level, monkeypatch)
     """Threads are restored. An engine that keeps its base keeps it asleep."""
     llm, threads, kind = fakes.without_vllm(monkeypatch), [3], rollout.Engine
     if part:
-        kind = module("parts.lora.lora").taking(kind, {"r": 4, "target_modules": ["q"]})
+        kind = module("parts.lora.lora").TakingEngine
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    engine = kind(
-        "folder", fakes.World(device=device), rollout.EngineArgs(max_num_seqs=given),
-        tokenizer=None, eos_ids=[], dtype=torch.bfloat16, max_len=64, max_tokens=32, seed=0,
-        kv_cache=0, log=None, trained=[])
+    more = {"lora_rank": 4} if part else {}
+    engine = kind(SimpleNamespace(
+        world=fakes.World(device=device), args=fakes.args(max_num_seqs=given, **more), log=None,
+        policy=SimpleNamespace(layers={"q.weight": None}), reference=None, critic=None,
+        dtype=torch.bfloat16, inputs=SimpleNamespace(
+            source="folder", tokenizer=None, ends=[], kv_cache=0,
+            plan=SimpleNamespace(longest=64))))
     assert llm.options["max_num_seqs"] == passed and llm.options["enable_prefix_caching"]
     assert threads[-1] == (3 if device == "cuda" else 1)  # on a CPU vLLM has its own threads
     assert engine.sleep_level == level and llm.options["enable_sleep_mode"] == bool(level)

@@ -6,38 +6,44 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist losses rewards
-           parts.judges.pool texts data batch family parts.pictures.eyes parts.pictures.idefics3
-           parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine
-           parts.pictures.seeing parts.pictures.flags parts.experts.experts parts.states.states
-           model_files model rollout parts.turns.turns parts.carry.carry parts.sft.targets
-           parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
-           parts.report.report parts.report.args parts.lora.lora parts.trial.trial
-           parts.other_systems.other_systems checkpoint evaluate flags run parts.sft.supervised
-           grpo ppo sft distill""".split()  # the lowest first
-TOOLS = ("strip", "seams", "pages", "conftest", "pairs")  # they import no component
+ORDER = """errors settings part verifiers worker dist losses rewards texts data batch family
+           model_files model rollout plan inputs log checkpoint evaluate flags run grpo ppo sft
+           distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
+         for path in tracked() if path.suffix == ".py"}
 
 
 def imported(path: Path) -> set[str]:
-    """The files of this project that it imports, as "losses" or "parts.carry.carry"."""
+    """What it imports, as "losses" or "parts.carry.carry"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found & PLACE.keys()
+    return found
+
+
+def parts_of(names) -> set[str]:
+    """The parts of which these are files."""
+    return {name.split(".")[1] for name in names if name.startswith("parts.")}
 
 
 def test_a_file_imports_what_stands_before_it_alone():
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
-             for path in tracked() if path.suffix == ".py"}
-    assert not [(name, other) for name in ORDER if name in files
-                for other in imported(files[name]) if PLACE[other] >= PLACE[name]]
-    house = {name for name in files if "." not in name or name.startswith("parts.")
-             and ".tests." not in name and not name.endswith("__init__")}
-    assert not house - PLACE.keys() - {"nano", *(f"parts.{name}" for name in TOOLS)}
+    assert not [(name, other) for name in ORDER if name in FILES
+                for other in imported(FILES[name]) & {*ORDER} if PLACE[other] >= PLACE[name]]
+    assert not {name for name in FILES if "." not in name} - {*ORDER} - {"nano"}
+
+
+def test_part_py_alone_knows_of_parts_and_a_part_of_no_other():
+    for name, path in FILES.items():
+        own, code = parts_of([name]), imported(path)
+        if "." not in name:
+            own = {name} & {"sft", "distill"}  # the scripts of these parts
+            assert parts_of(code) <= own and "parts" not in code, name
+        elif own and ".tests." not in name:
+            assert parts_of(code) <= own and "parts" not in code, name
 
 
 def test_the_house_is_drawn_in_the_words_with_which_its_files_begin():

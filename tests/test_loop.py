@@ -15,6 +15,7 @@ import probes
 import reference_losses
 from house import kept
 from reference_settings import SCRIPTS, hostile
+from settings import changed
 
 
 def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1):
@@ -39,7 +40,7 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
     rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
-    args = plan.changed(SCRIPTS[script].Args(), group=1 if script == "sft" else 3, batch=5, steps=4,
+    args = changed(SCRIPTS[script].Args(), group=1 if script == "sft" else 3, batch=5, steps=4,
                         temperature=0.9, samples_every=2, lr_schedule="linear", **rate)
     given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, start=1)
     assert [options["lr"] for options in given] == pytest.approx([0.6, 0.4, 0.2])
@@ -67,7 +68,7 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sigterm_saves_and_ends_after_the_step(script, monkeypatch):
     rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
-    args = plan.changed(SCRIPTS[script].Args(), group=1, **rate)
+    args = changed(SCRIPTS[script].Args(), group=1, **rate)
     given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, stop=2)
     assert len(given) == 3 and run.save.call_args_list == [call(2), call(3)]
     assert status is run.stopped.return_value and run.stopped.call_args_list == [call(3)]
@@ -86,7 +87,7 @@ def test_the_rates_of_a_schedule(schedule, warmup, rates):
 
 
 def test_ppo_passes_rates_and_the_adapted_coefficient(monkeypatch):
-    args = plan.changed(
+    args = changed(
         ppo.Args(), lr=0.5, critic_lr=2.0, steps=6, warmup_steps=2, critic_warmup_steps=3,
         lr_schedule="linear", kl_reward_coef=0.3, kl_target=0.02, kl_horizon=100)
     given, run, _ = around(ppo, monkeypatch, args, 6)
@@ -103,7 +104,7 @@ def test_ppo_passes_rates_and_the_adapted_coefficient(monkeypatch):
 
 def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     batch, group = 7, 3
-    args = plan.changed(grpo.Args(), batch=batch, group=group, dynamic_sampling=True, lr=0.5)
+    args = changed(grpo.Args(), batch=batch, group=group, dynamic_sampling=True, lr=0.5)
     given, run, _ = around(grpo, monkeypatch, args, 1)
     kept, samples_of_all, refills = [], [], 0
     while len(kept) < batch:
@@ -129,7 +130,8 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
 FLAGS = kept([
     *(("advantage", name) for name in (
         "dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline",
-        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl", "turn_credit")))),
+        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl")),
+        "parts/turns/turn_credit.py:turn_credit")),
     *(("loss", name) for name in ("clip", "gspo", "cispo", "reinforce", *(
         f"variants/{name}.py:{name}" for name in (
             "clip_cov", "dppo", "geometric", "gmpo", "ipo", "opsm", "sapo")))),
@@ -156,7 +158,7 @@ def test_any_two_flags_of_an_update_work_or_are_refused(flag):
             "turns" in str([first, second])) else {})
         if "kl_estimator" in flags:
             flags.setdefault("kl_loss_coef", 0.1)
-        if flags.get("advantage", "").startswith("variants/turn_credit"):
+        if flags.get("advantage", "").startswith("parts/turns/turn_credit"):
             flags["reward"] = ("turns",)
         args = learning.arguments(**flags)
         if plan.problems(args, 1):

@@ -44,7 +44,8 @@ TURNS = ("turn_credit",) if has("turns") else ()
 def variant(name: str) -> str:
     if not has("variants"):
         pytest.skip("without variants", allow_module_level=True)  # test_variants.py
-    return f"variants/{name}.py:{name}"
+    folder = "parts/turns" if name in TURNS else "variants"
+    return f"{folder}/{name}.py:{name}"
 
 
 def loss(name: str, logp, old, A, row, **bounds):
@@ -59,8 +60,18 @@ def advantages(name: str, rewards, group, scored=None, eps=1e-6):
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
     row = torch.arange(len(rewards))  # a token of each
     return flags.own("advantage", variant(name)).function(
-        rewards, group, scored=scored, eps=eps, parts={"only": (1.0, rewards)}, trained=scored,
-        row=row, turn=0 * row, turn_rewards=torch.zeros(len(row), dtype=F64))
+        rewards, group, scored=scored, eps=eps, trained=scored, row=row, batch=batch_of(rewards),
+        parts={"turns" if name in TURNS else "only": (1.0, rewards)})
+
+
+def batch_of(rewards) -> Batch:
+    """A token each; not paid for its turn."""
+    def sample(value: float) -> Sample:
+        done = Completion(np.array([1], np.int32), np.zeros(1, np.float32), False)
+        done.turns = []
+        score = Score(None if value != value else value, {"only": value}, None)
+        return Sample(Prompt(0, Row(0, "", [1], "", {}, "")), done, "", score)
+    return Batch([sample(value) for value in rewards.tolist()])
 
 
 # ---- exact enumeration: V = 3, length 2
@@ -188,12 +199,9 @@ def decided(rewards) -> dict[str, float]:
     found = {name: advantages(name, rewards, 3, eps=0.0) for name in (
         "grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo", "gdpo", *TURNS)}
     found["maxrl"] = advantages("maxrl", rewards * float(known.sum().sign()), 3)
-    samples = []
-    for value in rewards.tolist():
-        done = Completion(np.array([1], np.int32), np.zeros(1, np.float32), False)
-        score = Score(None if value != value else value, {"only": value}, None)
-        samples.append(Sample(Prompt(0, Row(0, "", [1], "", {}, "")), done, "", score))
-    _, logged = grpo.tokens_in_loss(grpo.Args(group=3), Batch(samples))
+    batch = batch_of(rewards)
+    samples = batch.samples
+    _, logged = grpo.tokens_in_loss(grpo.Args(group=3), batch)
     found["log"] = 1 - logged["batch/groups_equal"]
     logged = evaluate.named("", samples, evaluate.EvalArgs(eval_samples=3))
     found["eval"] = 1 - logged["groups_equal"]

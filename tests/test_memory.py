@@ -25,8 +25,10 @@ from house import module, needs
 from learning import difference, fabricate
 from live import Live
 from model_files import shape_from
+from part import extended
 from plan import Memory
 from ranks import on_ranks, results
+from settings import changed
 from shapes import shape_of
 from tools import float64
 
@@ -38,9 +40,10 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 
 
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> Memory:
-    args = plan.changed(script.Args(), model=model_name, **flags)
+    args = changed(script.Args(), model=model_name, **flags)
     assert not plan.problems(args, ranks, n_rows)
-    return Memory(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
+    kind = extended("memory", Memory, args)
+    return kind(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
 
 
 # ---- the plan ----
@@ -132,7 +135,7 @@ def test_what_the_page_says_makes_a_part_smaller(part, change):
     (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6),
     (dict(batch=4096, group=8, max_num_seqs=4096), 0, None)])
 def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
-    args = plan.changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
+    args = changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
     shape = shape_of("tiny")
     # A block of vLLM has 128 tokens there.
     two_blocks = 256 * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
@@ -172,8 +175,8 @@ def make_wide(folder: str) -> None:
 
 
 def build(world, folder: str, args, trained: bool = True) -> model.Policy:
-    module = float64.build(model.LogprobModel, folder, world, args.model_args, trained=trained)
-    return model.Policy(module, world, args.model_args, args.optimizer_args)
+    module = float64.build(model.LogprobModel, folder, world, args, trained=trained)
+    return model.Policy(module, world, args)
 
 
 def stream_weights(world, folder: str) -> tuple[int, int, int]:
@@ -367,7 +370,7 @@ def test_a_budget_that_would_fit_holds_a_longest_row(failed, advice):
     (dict(update_tokens=2**20), "GiB free per rank, in training. The largest part is micro-batch")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
-    args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
+    args = changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
     if not said:
         assert "fits: " in inputs.read_inputs(args, 2, 2).plan.text()
         return

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import batch
+import fakes
 import grpo
 import model
 import plan
@@ -31,6 +32,8 @@ import ppo
 from dist import KEYS
 from house import module
 from model_files import family_of, shape_from
+from part import extended
+from settings import changed
 from shapes import config_of
 
 LENGTH = 1024
@@ -143,7 +146,8 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             if rank:
                 lora = module("parts.lora.lora")
                 lora.put_in(lm, lora.LoraArgs(rank), torch.float32)
-            root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
+            own = fakes.args(head_chunk=head_chunk)
+            root = (model.ValueModel if critic else model.LogprobModel)(lm, own)
             if critic:  # it is on meta until the weights are filled in
                 root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
             root.eval()
@@ -172,13 +176,14 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         td.destroy_process_group()
     with torch.device("meta"):
         shape = shape_from(kind.from_config(config))
-    args = plan.changed(
+    args = changed(
         (ppo if critic else grpo).Args(), dtype={2: "bfloat16", 4: "float32"}[c],
         head_chunk=head_chunk, checkpointing=checkpointing,
         **{"lora_rank": rank} if rank else {}, **{"train_vision": True} if train_vision else {})
     name = ("critic " if critic else "") + ("update" if grad else "score")
     phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
-    found = plan.Memory(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)
+    kind = extended("memory", plan.Memory, args)
+    found = kind(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)
     theirs = held + sum(found.micro_batch(phase))
     return ours, theirs + (found.parts["gradients"][1] if grad else 0)
 

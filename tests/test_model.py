@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import fakes
 import model
 import model_files
 from batch import pack
@@ -47,9 +48,9 @@ def load_and_export(world, folders: list[str]) -> list[torch.Tensor]:
     """Log-probs of the loaded models, after a way to the host and back; they are exported too."""
     found = []
     for folder, options in zip(folders, OPTIONS, strict=True):
-        args = model.ModelArgs(**options)
+        args = fakes.args(**options)
         module = model.build(model.LogprobModel, folder, world, args)
-        policy = model.Policy(module, world, args, model.OptimizerArgs())
+        policy = model.Policy(module, world, args)
         for device in (torch.device("cpu"), world.device):
             policy.move(device)
         ids, positions, packed, _ = pack(
@@ -97,7 +98,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path
 
 def refusal(world, folder: str) -> str:
     with pytest.raises(SettingsError) as caught:
-        model.build(model.LogprobModel, folder, world, model.ModelArgs())
+        model.build(model.LogprobModel, folder, world, fakes.args())
     return str(caught.value)
 
 
@@ -114,11 +115,9 @@ def updated(world, folders: list[str]) -> list[dict]:
     """The weights of policies and critics after a step on equal samples, with a token 7 inside."""
     found = []
     for folder in folders:
-        args, optimizer = model.ModelArgs(), model.OptimizerArgs()
-        policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
-                              optimizer)
-        critic = model.Critic(model.build(model.ValueModel, folder, world, args), world, args,
-                              optimizer)
+        args = fakes.args()
+        policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)
+        critic = model.Critic(model.build(model.ValueModel, folder, world, args), world, args)
         torch.nn.init.ones_(critic.module.head.weight)
         micro, = batch_of([[3, 7, 5]], [[4, 7, 9]]).micros(world, [0], 99, "update")
         policy.backward(policy.logprobs(micro, 1.0)[0].sum())

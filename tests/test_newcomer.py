@@ -14,10 +14,10 @@ import checkpoint
 import flags
 import grpo
 import inputs
-import plan
 from errors import SettingsError
 from examples import tiny
 from house import SCRIPTS, has, kept
+from settings import changed, values_of
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))
@@ -78,7 +78,7 @@ def test_a_rate_that_is_not_given_depends_on_the_models_size_and_not_on_its_name
     assert found.args.lr == 3e-4 and "mine, --lr 0.0003, reward: exact" in found.text()
     for size, rates in (370_000, small), (135_000_000, large):
         for more, times in ({}, 1), *([({"lora_rank": 8}, 10)] if has("lora") else []):
-            chosen = plan.changed(SCRIPTS[script].Args(), **more)
+            chosen = changed(SCRIPTS[script].Args(), **more)
             chosen.choose_rates(size)
             critic = [chosen.critic_args.critic_lr] if chosen.critic_args else []
             assert [chosen.lr, *critic] == [times * rate for rate in rates]
@@ -170,7 +170,7 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
 def test_a_resume_has_the_flags_of_the_run(place, monkeypatch):
     """But those of a call alone; what is given wins."""
     given = args("--steps", "6", "--batch", "3", "--betas", "0.8", "0.9", "--eval_data", "x")
-    kept = plan.flags(given) | {"script": "grpo.py", "ranks": 2, "eval_only": True, "gone": 1}
+    kept = values_of(given) | {"script": "grpo.py", "ranks": 2, "eval_only": True, "gone": 1}
     (place / "runs/a").mkdir()
     (place / "runs/a/args.json").write_text(json.dumps(kept))
     monkeypatch.setattr(sys, "argv", "grpo.py --name a --steps 12 --eval_data None".split())
@@ -194,7 +194,7 @@ def test_a_value_of_a_run_that_its_flag_does_not_take_is_one_sentence(
 
 
 def test_a_reward_of_the_first_page_gives_numbers_or_none():
-    page = Path(plan.__file__).with_name("docs") / "use" / "start.md"
+    page = ROOT / "docs" / "use" / "start.md"
     code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
     names = {}
     exec(textwrap.dedent(code), names)
@@ -204,10 +204,10 @@ def test_a_reward_of_the_first_page_gives_numbers_or_none():
 
 
 def test_a_resume_says_what_becomes_of_rates_and_weights():
-    before = plan.changed(grpo.Args(), lr=1e-3, steps=6, lr_schedule="cosine")
-    state = {"step": 6, "kl_coef": 0.0, "settings": plan.flags(before)}
+    before = changed(grpo.Args(), lr=1e-3, steps=6, lr_schedule="cosine")
+    state = {"step": 6, "kl_coef": 0.0, "settings": values_of(before)}
     assert not checkpoint.consequences(before, state)
-    more = plan.changed(before, steps=12, reward=("exact:0.5",))
+    more = changed(before, steps=12, reward=("exact:0.5",))
     assert checkpoint.consequences(more, state) == [
         "lr is 0.0005 in step 7, 1.7e-05 in step 12 (it was 6.7e-05 in step 6)",
         "the weight of exact is 0.5 in step 7 (it was 1 in step 6)"]

@@ -10,6 +10,7 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 import batch
+import grpo
 import model
 from batch import Batch, Micro
 from learning import difference, sample
@@ -50,7 +51,7 @@ def packed_logprobs(lm, samples: list) -> torch.Tensor:
     micro = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu"))
     prompts = [prompt for prompt, _ in groupby(s.prompt.row.prompt_ids for s in samples)]
     assert micro.tokens == sum(map(len, prompts)) + sum(len(s.completion.ids) - 1 for s in samples)
-    module = model.LogprobModel(lm, 0)
+    module = model.LogprobModel(lm, grpo.Args())
     return module(micro.inputs, micro.source, micro.targets, 1.0, False)[0]
 
 

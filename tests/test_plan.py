@@ -22,6 +22,7 @@ from dist import balance
 from errors import SettingsError
 from examples import tiny
 from rewards import Score
+from settings import changed, values_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,14 +34,14 @@ def said(text: str, *parts: str) -> None:
 
 def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
     args = ppo.Args()
-    flags = plan.flags(args)
+    flags = values_of(args)
     assert {"batch", "tp", "eval_every", "critic_lr", "gamma", "betas"} <= set(flags)
-    other = plan.changed(args, tp=4, batch=3, critic_update_tokens=7)
+    other = changed(args, tp=4, batch=3, critic_update_tokens=7)
     assert other.engine_args.tp == 4 and other.batch == 3
     assert other.critic_args.critic_update_tokens == 7
-    assert plan.flags(args) == flags and other.eval_args is args.eval_args
+    assert values_of(args) == flags and other.eval_args is args.eval_args
     with pytest.raises(TypeError, match="tq"):
-        plan.changed(args, tq=4)
+        changed(args, tq=4)
 
 
 # ---- what is printed ----
@@ -57,7 +58,7 @@ def test_printed_plan():
          "score      64 completions, 16 a rank, in at most 1 round of 42 x 768 tokens "
          "(budget 32,768)\n",
          "evaluation 7 rows x 2 = 14 requests, 3 or 4 an engine")
-    assert [plan.Plan(plan.changed(args, tp=tp), 4, 64, 0).requests for tp in (1, 2, 4)] == [
+    assert [plan.Plan(changed(args, tp=tp), 4, 64, 0).requests for tp in (1, 2, 4)] == [
         16, 32, 64]
     text = plan.Plan(args, 1, 3, 0).text()
     said(text, "3 prompts x 8 completions = 24 comp", "(--batch 8, but --data has only 3)")

@@ -11,10 +11,9 @@ from learning import fabricate, make_models
 
 def critic_facts(world, folder: str) -> dict:
     """What happens to both models in a warm-up of the critic."""
-    args, weights = learning.arguments(ppo, critic_lr=1e-3), model.ModelArgs(dtype="float64")
+    args = learning.arguments(ppo, critic_lr=1e-3, dtype="float64")
     policy, critic = (
-        wrapper(model.build(kind, f"{folder}/tied", world, weights), world, weights,
-                args.optimizer_args)
+        wrapper(model.build(kind, f"{folder}/tied", world, args), world, args)
         for kind, wrapper in ((model.LogprobModel, model.Policy), (model.ValueModel, model.Critic)))
 
     def snapshot(trained):

@@ -108,7 +108,7 @@ def test_a_mistake_breaks_its_promise(name, tmp_path):
     ("3", "--lora_rank 4 --kl_loss_coef 0.1 --group 2"),
     ("3", "--loss {}/mine.py:soft --group 2"),  # a loss needs no registration
     ("2", "--loss tests/often.py:clip_cov --advantage grpo --group 4"),
-    ("1", "--advantage variants/turn_credit.py:turn_credit --reward turns --group 4 "
+    ("1", "--advantage parts/turns/turn_credit.py:turn_credit --reward turns --group 4 "
           "--reply examples/doors.py:Doors")])
 def test_what_is_shipped_keeps_its_promises(numbers, words, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)

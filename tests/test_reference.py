@@ -22,7 +22,6 @@ from transformers import (
 
 import losses
 import model
-import plan
 import ranks
 import reference
 import reference_losses
@@ -38,6 +37,7 @@ from reference_settings import (
     drawn,
     samples_of,
 )
+from settings import values_of
 from tools import float64
 
 lora = module("parts.lora.lora")
@@ -53,7 +53,8 @@ def plainly(sample: Sample) -> reference.Completion:
     return reference.Completion(
         sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
         completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        sample.score.total, sample.score.parts, [turn["paid"] for turn in completion.turns or ()],
+        sample.score.total, sample.score.parts,
+        [turn["paid"] for turn in getattr(completion, "turns", ())],
         np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
             completion.tokens).tolist())
 
@@ -142,12 +143,13 @@ class Shipped:
     def __init__(self, world, folder: str):
         self.world, self.folder, self.built = world, folder, {}
 
-    def module(self, kind, name: str, args, adapters=None):
-        key = (kind, name, str(adapters), args.model_args.checkpointing,
-               plan.flags(args).get("freeze_router"))
+    def module(self, kind: str, name: str, args, trained: bool = True):
+        key = (kind, name, trained and str(adapters(args)), args.model_args.checkpointing,
+               values_of(args).get("freeze_router"))
         if key not in self.built:
-            module = float64.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
-                                   adapters=adapters)
+            folder = f"{self.folder}/{name}"
+            found = getattr(model.kinds(args, model.config_of(folder), trained), kind)
+            module = float64.build(found, folder, self.world, args)
             for parameter, p in module.named_parameters():
                 if parameter == "head.weight" or lora and lora.is_adapter(parameter):
                     self.put(p, start_of(short(parameter), p.shape))
@@ -164,10 +166,12 @@ class Shipped:
         with torch.no_grad():
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None))
 
-    def trained(self, spy, kind, folder: str, args, *more):
+    def trained(self, spy, kind: str, folder: str, args):
         """A policy or a critic with a new optimizer."""
-        module = self.module(kind, folder, args, adapters(args))
-        made = spy(module, self.world, args.model_args, args.optimizer_args, *more)
+        module = self.module(kind, folder, args)
+        role = "policy" if kind == "logprob_model" else "critic"
+        base = getattr(model.kinds(args, module.lm.config), role)
+        made = type("Spied", (spy, base), {})(module, self.world, args)
         for name, p in made.parameters.items():
             if name == "head.weight":  # Critic starts with zeros
                 self.put(p, start_of("head", p.shape))
@@ -177,15 +181,16 @@ class Shipped:
     def learn(self, setting: Setting, args) -> dict:
         """What comes out of a setting's steps."""
         folder = setting.folder("policy")
-        policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args)
+        policy = self.trained(SpyPolicy, "logprob_model", folder, args)
         critic = before = None
         if args.needs_reference and adapters(args) and not getattr(args, "teacher", None):
             before = lora.Base(policy)
         elif args.needs_reference:
-            start = self.module(model.LogprobModel, setting.folder("start"), args)
-            before = model.Policy(start, self.world, args.model_args, args.optimizer_args)
+            start = self.module("logprob_model", setting.folder("start"), args, trained=False)
+            kinds = model.kinds(args, start.lm.config, trained=False)
+            before = kinds.policy(start, self.world, args)
         if setting.script == "ppo":
-            critic = self.trained(SpyCritic, model.ValueModel, folder, args)
+            critic = self.trained(SpyCritic, "value_model", folder, args)
 
         def learn(samples, lr, kl_coef):
             models, options = policy, {"reference": before}

@@ -3,7 +3,6 @@ import copy
 import json
 import os
 import subprocess
-from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import checkpoint
 import faults
 import inputs
 import log
-import plan
 import texts
 from checkpoint import FIXED
 from data import Row
@@ -25,6 +23,7 @@ from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from house import QUIET, SCRIPTS, has, module, needs
+from settings import changed, values_of
 
 ROOT = Path(__file__).parent.parent
 FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
@@ -32,11 +31,7 @@ FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no 
 
 def flags_of(kind) -> dict[str, object]:
     """Every field of a script's Args, those in groups too, with its value."""
-    found = {}
-    for field in fields(kind):
-        value = getattr(kind(), field.name)
-        found |= vars(value) if is_dataclass(value) else {field.name: value}
-    return found
+    return values_of(kind())
 
 
 # ---- one rule for flags
@@ -88,7 +83,7 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
     (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
-    fixed = checkpoint.fixed(plan.changed(SCRIPTS["grpo"].Args(), **now))
+    fixed = checkpoint.fixed(changed(SCRIPTS["grpo"].Args(), **now))
     if refused:
         with pytest.raises(SettingsError, match=refused):
             checkpoint.check(saved, now, fixed=fixed)
@@ -213,7 +208,7 @@ def with_date(tmp_path_factory) -> str:
 @needs("distill", "turns")
 def test_all_that_a_run_renders_has_its_date(with_date):
     """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
-    args = plan.changed(
+    args = changed(
         SCRIPTS["distill"].Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
         max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
         reply=str(ROOT / "examples/again.py:reply"))

@@ -21,6 +21,7 @@ import torch
 from pyarrow import parquet
 
 import data
+import fakes
 import flags
 import ranks
 import rewards
@@ -29,7 +30,7 @@ from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
 from house import module, needs
-from rewards import Item, Pool, RewardArgs, Score, scores_of
+from rewards import Item, Pool, Score, scores_of
 from verifiers import answers_of
 from worker import Part, Reward
 
@@ -45,7 +46,8 @@ def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
 def score(specs, items, group=1, workers=2, timeout=10.0, make=Pool):
     """The scores of one batch in a fresh pool. items: or texts."""
     items = [item(x) if isinstance(x, str) else x for x in items]
-    with closing(make(specs, RewardArgs(workers, timeout))) as pool:
+    args = fakes.args(reward_workers=workers, reward_timeout=timeout)
+    with closing(make(specs, args)) as pool:
         pool.wait()
         pool.progress["global_step"] = 7
         return scores_of(pool, items, group if pool.groups else 1)
@@ -100,7 +102,7 @@ def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
     for name, code in FILES.items():
         own(code, name)
     with pytest.raises(SettingsError, match=sentence):
-        rewards.check(specs)
+        rewards.check(specs, fakes.args())
 
 
 def test_the_words_of_a_reward(own):
@@ -162,7 +164,7 @@ def rows_with(answer, folder):
 
 def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
     items, names = [], ["exact", "gsm8k", "math"]
-    needs, _ = rewards.check([*names, "kk01"])
+    needs, _ = rewards.check([*names, "kk01"], fakes.args())
     for answer in READ:
         for row in rows_with(answer, tmp_path):
             rewards.check_rows(needs, [row])
@@ -185,9 +187,9 @@ def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
 def test_rows_without_a_column_that_a_reward_needs_are_refused(own):
     own("def f(completions, hint): pass\ndef h(completion, answer): pass")
     rows = [data.Row(4, "q", [1], {"any": "thing"}, {}, "rows")]
-    rewards.check_rows(rewards.check(["own.py:h"])[0], rows)
+    rewards.check_rows(rewards.check(["own.py:h"], fakes.args())[0], rows)
     with pytest.raises(SettingsError, match="f needs 'hint': row 5 of rows has none"):
-        rewards.check_rows(rewards.check(["own.py:f"])[0], rows)
+        rewards.check_rows(rewards.check(["own.py:f"], fakes.args())[0], rows)
 
 
 # ---- signatures
@@ -228,7 +230,7 @@ def test_rewards_of_ours_and_of_others(own):
     items[2] = items[2]._replace(turns=episode)  # of a --reply
     names = ["ours", "few", "plain_trl", "trl", "verl", "easyr1", "easyr1_alone"]
     specs = [f"own.py:{name}" for name in names]
-    assert rewards.check(specs) == ([["few", "level"], ["trl", "level"]], [])
+    assert rewards.check(specs, fakes.args()) == ([["few", "level"], ["trl", "level"]], [])
     assert parts(score(specs, items, 2, workers=1)) == [
         (121, 3, 0, 1, 0, 1, 1), (121, 3, 1, 1, 1, 2, 2), (122, 5, 0, 2, 0, 1, 1),
         (121, 3, 1, 1, 1, 2, 2)]
@@ -370,7 +372,7 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
     """It stops between calls, and the next completion is larger than any pipe."""
     spec = own("import threading\n" + F + "if completion == 'stop':\n"
                "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
-    with closing(Pool([spec], RewardArgs(1, 2.0))) as pool:
+    with closing(Pool([spec], fakes.args(reward_workers=1, reward_timeout=2.0))) as pool:
         assert totals(scores_of(pool, [item("stop")])) == [1]
         time.sleep(0.5)
         scored, texts = [], [item("1" * 30_000_000), item("x")]
@@ -397,7 +399,7 @@ def test_what_a_reward_forks_dies_with_its_worker(own, end):
                "    shell = subprocess.Popen(['sleep', '99'])\n"
                "    print(pid, shell.pid, os.getpid(), file=open('pids', 'w'), flush=True)\n"
                f"    {end}\n    return 1")
-    with closing(Pool([spec], RewardArgs(1, 2.0))) as pool:
+    with closing(Pool([spec], fakes.args(reward_workers=1, reward_timeout=2.0))) as pool:
         scores_of(pool, [item("x")])
     pids = Path("pids").read_text().split()
     assert len(pids) == 3 and all(map(gone, pids))
@@ -408,7 +410,9 @@ def test_workers_die_with_the_trainer(own, tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from rewards import *
-Pool([{spec!r}], RewardArgs(reward_timeout=300)).ask([Item("", "x", "", {{}}, 1, False)] * 4)
+import grpo
+Pool([{spec!r}], changed(grpo.Args(), reward_timeout=300)).ask(
+    [Item("", "x", "", {{}}, 1, False)] * 4)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     while len(found := [*tmp_path.glob("pid*")]) < 2:
@@ -427,7 +431,7 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
 
 def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_does(own, capfd):
     spec = own(F + "print(f'no space {completion[:9]}\\n', end='')\n    return float(completion)")
-    with closing(Pool([spec], RewardArgs())) as pool:
+    with closing(Pool([spec], fakes.args())) as pool:
         for size in (300, 0, 1):
             texts = [item(str(i)) for i in range(size)]
             assert totals(scores_of(pool, texts)) == list(range(size))
@@ -447,7 +451,7 @@ def scored(world, spec):
     reads = texts.reader(tokenizer, [tokenizer.eos_token_id])
     samples = [Sample(data.Prompt(i, data.Row(i, "q", [1], "3", {}, "")),
                       Completion(ids, np.zeros(len(ids)), False)) for i in range(4)]
-    with closing(Pool([spec], RewardArgs(1))) as pool:
+    with closing(Pool([spec], fakes.args(reward_workers=1))) as pool:
         pool.wait()
         rewards.score_samples(SimpleNamespace(
             scorer=pool, world=world, engine=SimpleNamespace(

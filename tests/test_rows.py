@@ -12,12 +12,13 @@ from tokenizers import AddedToken, normalizers
 import data
 import flags
 import inputs
-import plan
+import part
 import rewards
 from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
 from house import module, needs
+from settings import changed
 from texts import Marks, marks_of
 from worker import Part
 
@@ -192,10 +193,10 @@ def test_a_comment_of_the_template_reads_nothing(tmp_path):
 @needs("sft", "turns")
 def test_switches_of_the_template_need_one_turn(tmp_path):
     row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
-    args = plan.changed(sft.Args(), reply="x.py:f")
+    args = changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
-        args.turn_args.inspect(args, files, [of(asked, row, tmp_path)])
+        part.ask("check", args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])

@@ -10,15 +10,15 @@ import dist
 import errors
 import fakes
 import family
-import flags
 import model
 import plan
 import rewards
+import rollout
 import run
 from batch import Batch
 from data import Prompt
 from fakes import args, completion, engine_of, rows, run_of
-from house import has, module, needs
+from house import module, needs
 from plan import Plan
 from rewards import Answer
 from rollout import Request, hash_seed
@@ -85,10 +85,9 @@ def scorer_of(world, groups: bool = False):
 
 def test_what_a_scorer_is_asked_and_what_its_answer_is_worth():
     sampled = torch.tensor([True, False, True]).numpy()  # a reply is in between
-    for groups, failed, size, score in (
-            (True, False, 3, 1.0), (False, False, 1, 1.0), (False, True, 1, None)):
+    for groups, size, score in ((True, 3, 1.0), (False, 1, 1.0)):
         asked, its = scorer_of(fakes.World(), groups)
-        samples = [fakes.sample(done=completion(3, sampled, failed=failed)) for _ in range(6)]
+        samples = [fakes.sample(done=completion(3, sampled)) for _ in range(6)]
         rewards.score_samples(its, samples, 3)
         (items, of_a_call), = asked
         assert of_a_call == size and {item.tokens for item in items} == {2}
@@ -115,12 +114,10 @@ def test_a_mistake_of_another_rank_is_raised_here_too():
 
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
-        SimpleNamespace(sleep=lambda: None)))
-    run.build_engine(run_of(tmp_path, args(seed=3, max_tokens=11)))
-    expected = {"max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0, "eos_ids": [4]}
-    assert expected.items() <= made[0].items()
+    llm = fakes.without_vllm(monkeypatch)
+    made = rollout.Engine(run_of(tmp_path, args(seed=3, max_tokens=11)))
+    assert (made.max_tokens, made.seed, made.eos_ids) == (11, 3, [4])
+    assert {"max_model_len": 50, "kv_cache_memory_bytes": 5}.items() <= llm.options.items()
 
 
 @pytest.mark.parametrize("teacher, source", [(None, "start"), ("x", "teacher")])
@@ -129,33 +126,34 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
     loaded = []
     given = args("distill", seed=3, teacher="x") if teacher else args(
         "ppo", seed=3, kl_reward_coef=0.1, critic_lr=1e-3)
-    monkeypatch.setattr(model, "build", lambda kind, folder, world, flags, **options: (
-        loaded.append((kind, folder, options))))
-    monkeypatch.setattr(model, "Policy", lambda *given: SimpleNamespace(beginning=lambda: None))
+    monkeypatch.setattr(run, "config_of", lambda folder: SimpleNamespace(model_type="llama"))
+    monkeypatch.setattr(model, "build", lambda kind, folder, world, args, trained: (
+        loaded.append((kind, folder, args.seed, trained))))
+    monkeypatch.setattr(model, "Policy", lambda *given: SimpleNamespace(
+        reference=lambda load: load()))
     monkeypatch.setattr(model, "Critic", lambda *given: None)
     it = run_of(tmp_path, given)
     it.inputs.reference = teacher and "teacher"
     run.build_models(given, it.world, it.inputs)
-    own = dict(seed=3)
-    critic = [] if teacher else [(model.ValueModel, "start", own)]
-    assert loaded == [(model.LogprobModel, "start", own), *critic,
-                      (model.LogprobModel, source, dict(seed=3, trained=False))]
+    critic = [] if teacher else [(model.ValueModel, "start", 3, True)]
+    assert loaded == [(model.LogprobModel, "start", 3, True), *critic,
+                      (model.LogprobModel, source, 3, False)]
 
 
 def test_a_resumed_run_is_restored_before_its_policies_are_compared(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(wait=int, progress={}))
+    monkeypatch.setattr(rewards, "Pool", lambda *given: SimpleNamespace(wait=int, progress={}))
     for name, fake in dict(
             build_models=lambda *given: ("policy", None, None),
-            build_engine=lambda it: f"engine of {it.policy}",
+            Engine=lambda it: SimpleNamespace(sleep=int, of=it.policy),
+            extended=lambda place, kind, *given: kind, ask=lambda place, it: None,
             compare_policies=lambda it: kept.append(it.engine)).items():
         monkeypatch.setattr(run, name, fake)
-    monkeypatch.setattr(run, "try_worst_case", lambda it: None, raising=has("trial"))
     monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
     monkeypatch.setattr(run.Run, "restore", lambda it, saved: kept.append(saved))
     for saved, start in (None, 0), (SimpleNamespace(state={"step": 4}), 4):
         made = run.build(it.args, it.world, it.inputs, it.log, {}, saved)
-        assert (made.engine, made.stop, made.start) == ("engine of policy", "stop", start)
+        assert (made.engine.of, made.stop, made.start) == ("policy", "stop", start)
         assert made.trained == {"policy": "policy"}
         assert kept == [saved, made.engine][not saved:]
         kept.clear()
@@ -253,8 +251,8 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
     lm.config = SimpleNamespace(model_type="llama")
 
     class Kind(model.Model):
-        def __init__(self, lm, chunk):
-            super().__init__()
+        def __init__(self, lm, args):
+            torch.nn.Module.__init__(self)
             self.family = family.Family(None)
 
     def shard(root, layers, mesh, compute, master, checkpointing, offload):
@@ -266,5 +264,5 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
                            init_device_mesh=lambda *given, **named: None).items():
         monkeypatch.setattr(model, name, fake)
     with pytest.raises(StopIteration):
-        model.build(Kind, "", fakes.World(), model.ModelArgs(checkpointing=wanted))
+        model.build(Kind, "", fakes.World(), args(checkpointing=wanted))
     assert seen == [(wanted, False)]

@@ -15,11 +15,12 @@ WHOLE = ("train", "learn")
 LARGEST, TOTAL = 600, 452_000  # lines of a file, bytes of all
 APART = ("nano.py", "sft.py", "distill.py",  # scripts that stand beside the components
          "parts/report/",  # it was a tool
-         *(f"parts/{name}.py" for name in ("strip", "seams", "pages", "conftest")))
+         "parts/conftest.py")
 AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants")
 PYTHON = [path for path in tracked() if path.suffix == ".py"]
 FILES = {str(path.relative_to(ROOT)): path for path in PYTHON
-         if not {path.relative_to(ROOT).parts[0], path.parent.name} & {*AROUND}}
+         if not {path.relative_to(ROOT).parts[0], path.parent.name} & {*AROUND}
+         and path.name != "turn_credit.py"}  # of the form of those in variants/
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -97,13 +98,16 @@ def test_no_component_breaks_a_rule(rule, text):
 
 
 def test_every_public_function_says_what_it_does():
+    """What a function of a plug.py does is in part.py."""
+    from part import PLACES
     silent = []
     for name, path in FILES.items():
         tree = ast.parse(path.read_text())
         for home in (tree, *(part for part in tree.body if isinstance(part, ast.ClassDef))):
             silent += [f"{name}:{part.name}" for part in home.body
                        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-                       and not part.name.startswith("_") and not ast.get_docstring(part)]
+                       and not part.name.startswith("_") and not ast.get_docstring(part)
+                       and not (name.endswith("/plug.py") and part.name in PLACES)]
     assert silent == ["nano.py:train"]  # it is read as a whole
 
 

@@ -22,7 +22,7 @@ import inputs
 import rewards
 from errors import SettingsError
 from examples.tiny import CHATML
-from plan import changed
+from settings import changed
 
 SIZES = dict(vocab_size=640, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16,
              num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024,

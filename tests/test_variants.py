@@ -14,6 +14,7 @@ import grpo
 import plan
 import ranks
 from errors import SettingsError
+from settings import changed
 from test_losses import (
     BOUNDS,
     advantages,
@@ -76,7 +77,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     (tmp_path / "torn.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     flags.own.cache_clear()
-    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **settings), 1)
+    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **settings), 1)
     assert words in found
 
 
@@ -85,7 +86,7 @@ def test_an_advantage_of_a_file_says_whether_it_compares(least, trained, tmp_pat
     """One with a fixed baseline needs no group."""
     mine = tmp_path / "mine.py"
     mine.write_text(f"{least}\ndef fixed(rewards, group, **_): return rewards - 0.5\n")
-    args = plan.changed(grpo.Args(), lr=1e-6, group=1, advantage=f"{mine}:fixed")
+    args = changed(grpo.Args(), lr=1e-6, group=1, advantage=f"{mine}:fixed")
     assert bool(plan.problems(args, 1)) == bool(least)
     batch = families.batch_of([[3, 4]] * 3, [[5, 6], [7], [8, 9]])
     for one in batch.samples:

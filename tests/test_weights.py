@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Qwen2Config
 
+import fakes
 import inputs
 import model
 import model_files
@@ -83,7 +84,7 @@ def loaded(world, folders: list[Path]) -> list:
     found = []
     for folder in map(str, folders):
         try:
-            lm = model.build(model.LogprobModel, folder, world, model.ModelArgs()).lm
+            lm = model.build(model.LogprobModel, folder, world, fakes.args()).lm
             found.append({name: model.whole(p) for name, p in lm.state_dict().items()})
         except SettingsError as error:
             found.append(str(error))
@@ -146,9 +147,8 @@ def test_an_end_that_is_no_number_of_a_token_is_named(tmp_path, ends):
 
 
 def exported(world, folder: str) -> None:
-    args = model.ModelArgs()
-    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
-                          model.OptimizerArgs())
+    args = fakes.args()
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)
     export_model(policy, folder, f"{folder}-out")
 
 

@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint
 import dist
+import flags
 import inputs
 import model
 from errors import SettingsError, tell
 from log import read
-from parts.lora import lora
+from settings import changed, values_of
 from texts import eos_ids
 
 
@@ -36,17 +37,17 @@ def find(run: Path, step: int | None) -> Path:
 
 def load(settings: dict, source: str, path: Path, world: dist.World) -> model.Policy:
     """The policy of a checkpoint, in the run's precision."""
-    args = model.ModelArgs(dtype=settings["precision"].removeprefix("torch."))
-    kind, policy = model.LogprobModel, model.Policy
-    if settings["lora_rank"]:
-        flags = lora.LoraArgs(*(settings[name] for name in vars(lora.LoraArgs())))
-        kind, _, policy = lora.kinds(flags, settings["model"], source)
-    module = model.build(kind, source, world, args)
+    args = flags.CommonArgs()
+    given = {name: value for name, value in settings.items() if name in values_of(args)}
+    args = changed(args, **given | {"dtype": settings["precision"].removeprefix("torch."),
+                                    "offload": (), "cpu_offload": False, "shard_size": 0})
+    kinds = model.kinds(args, model.config_of(source))
+    module = model.build(kinds.logprob_model, source, world, args)
     own = {f"policy.{name}": p.detach() for name, p in module.named_parameters()}
     # What was not trained is not in the checkpoint: it stays as --model has it.
     checkpoint.fill({name: own[name] for name in own.keys() & checkpoint.names_in(path)},
                     path, world)
-    return policy(module, world, args, model.OptimizerArgs())
+    return kinds.policy(module, world, args)
 
 
 def export(run: Path, step: int | None, to: Path | None) -> None:

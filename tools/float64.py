@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import model
 from model_files import family_of
-from parts.lora import lora
 
 
 class Float64(TorchFunctionMode):
@@ -51,10 +50,8 @@ def make(folder: str, vocab: int) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
 
 
-def build(kind, folder: str, world, args, *others, adapters=None, **options):
-    """model.build. With --dtype float64 nothing in the model is rounded to float32. adapters:
-    LoraArgs, if it has some."""
-    kind = lora.adapted(kind, adapters) if adapters else kind
+def build(kind, folder: str, world, args, **options):
+    """model.build. With --dtype float64 nothing in the model is rounded to float32."""
     shipped = model.skeleton
 
     def skeleton(*given):
@@ -63,5 +60,6 @@ def build(kind, folder: str, world, args, *others, adapters=None, **options):
             widen(part)
         return lm
 
-    with patch.object(model, "skeleton", skeleton if args.dtype == "float64" else shipped):
-        return model.build(kind, folder, world, args, *others, **options)
+    wide = args.model_args.dtype == "float64"
+    with patch.object(model, "skeleton", skeleton if wide else shipped):
+        return model.build(kind, folder, world, args, **options)

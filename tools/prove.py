@@ -31,8 +31,9 @@ import plan
 from batch import Batch, Completion, Micro, Sample
 from errors import command
 from flags import parse
-from parts.lora import lora
+from model_files import config_of
 from rewards import Score
+from settings import changed
 from tools import float64
 
 LIMIT = 1e-12  # as README.md promises
@@ -82,10 +83,10 @@ def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> lis
             if not scored or (p == 3 and g == args.group - 1) or (p == 4 and g > 0):
                 reward = None
             parts = defaultdict(lambda reward=reward: reward)  # each of --reward
-            paid = [{"paid": rng.random()} for _ in range(1 + sum(sampled[1:] > sampled[:-1]))]
+            rng.random()
             samples.append(Sample(
                 data.Prompt(p, data.Row(p, "", prompts[p], None, {}, "")),
-                Completion(ids, logprobs * sampled, length == LONGEST, sampled, paid), "",
+                Completion(ids, logprobs * sampled, length == LONGEST, sampled), "",
                 Score(reward, parts, None)))
     return samples
 
@@ -110,12 +111,12 @@ def shrunk(args):
                  epochs=2 if args.minibatches == 1 else min(args.epochs, 2), max_tokens=LONGEST,
                  dtype="float64", shard_size=0, offload=(), cpu_offload=False, max_grad_norm=0.0)
     print("tried with:", sizes)
-    return budget(plan.changed(args, **sizes), 1 << 20)
+    return budget(changed(args, **sizes), 1 << 20)
 
 
 def budget(args, tokens: int):
     """With this token budget of each pass."""
-    return plan.changed(args, **dict.fromkeys(plan.budgets(args), tokens))
+    return changed(args, **dict.fromkeys(plan.budgets(args), tokens))
 
 
 def trials(args, binary: bool) -> dict[str, Trial]:
@@ -125,7 +126,7 @@ def trials(args, binary: bool) -> dict[str, Trial]:
     others = first + later[rest]
     if args.needs_reward:
         others += fabricate(args, 2, scored=False)
-    one = plan.changed(args, minibatches=1, epochs=args.minibatches * args.epochs)
+    one = changed(args, minibatches=1, epochs=args.minibatches * args.epochs)
     of_group = dict(alone=range(args.group), whitens=False)
     return {
         "base": Trial(args, [rows]),
@@ -145,16 +146,22 @@ def trials(args, binary: bool) -> dict[str, Trial]:
 
 def build(args, world, folder: str) -> dict:
     """All models. Their weights get noise: a zero would hide gradients."""
-    adapters = args.lora_args if args.lora_args.lora_rank else None
-    kinds = {"policy": (model.LogprobModel, model.Policy)}
+    kinds, made = model.kinds(args, config_of(folder)), {}
+    made["policy"] = kinds.policy(float64.build(kinds.logprob_model, folder, world, args), world,
+                                  args)
     if args.critic_args is not None:
-        kinds["critic"] = model.ValueModel, model.Critic
-    if args.needs_reference and not adapters:
-        kinds["reference"] = kinds["policy"]
-    made, generator = {}, torch.Generator().manual_seed(0)
-    for name, (kind, wrapper) in kinds.items():
-        module = float64.build(kind, folder, world, args.model_args, adapters=adapters)
-        made[name] = wrapper(module, world, args.model_args, args.optimizer_args)
+        made["critic"] = kinds.critic(float64.build(kinds.value_model, folder, world, args), world,
+                                      args)
+
+    def reference():
+        plain = model.kinds(args, config_of(folder), trained=False)
+        return plain.policy(float64.build(plain.logprob_model, folder, world, args, trained=False),
+                            world, args)
+
+    if args.needs_reference:
+        made["reference"] = made["policy"].reference(reference)
+    generator = torch.Generator().manual_seed(0)
+    for module in dict.fromkeys(one.module for one in made.values()):  # they may share one
         for p in module.parameters():
             noise = 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
             noise = distribute_tensor(noise, p.device_mesh, p.placements, src_data_rank=None)
@@ -167,9 +174,9 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([model.whole(x.detach()).flatten().clone() for x in tensors])
 
 
-def plain_hidden(family, lm, inputs, source):
-    """model.hidden_states of one sequence, by transformers: (n, H)."""
-    out = lm.base_model(input_ids=inputs["input_ids"], use_cache=False)
+def plain_hidden(self, inputs, source):
+    """model.Model.hidden of one sequence, by transformers: (n, H)."""
+    out = self.lm.base_model(input_ids=inputs["input_ids"], use_cache=False)
     return out.last_hidden_state[0, source]
 
 
@@ -182,7 +189,7 @@ def set_conditions(trial: Trial, made: dict) -> None:
 
     if trial.alone is not None:
         Batch.micros = micros
-        model.hidden_states = plain_hidden
+        model.Model.hidden = plain_hidden
         for one in made.values():
             one.module.lm.set_attn_implementation("sdpa")
     if not trial.whitens:
@@ -207,7 +214,7 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
         learner = made["policy"], made["critic"]
         options = {"critic_lr": args.critic_args.critic_lr, "kl_coef": args.kl_reward_coef}
     if args.needs_reference:
-        options["reference"] = made.pop("reference", None) or lora.Base(made["policy"])
+        options["reference"] = made.pop("reference")
     if trial.resumes:
         checkpoint.load(checkpoint.Saved(checkpoints / "step_1", {}), world, made)
     for one in made.values():

@@ -22,6 +22,7 @@ import losses
 import rewards
 from errors import SettingsError, command
 from flags import CommonArgs
+from part import extended
 from tools.samples import read
 from worker import Item
 
@@ -44,7 +45,8 @@ def groups_of(rows: list[dict]) -> list[list[int]]:
 def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
     """Of each completion. SettingsError if a reward cannot load, or needs what is not kept."""
     args = CommonArgs(reward=tuple(specs))
-    with contextlib.closing(args.pool(rewards.check(specs)[1])) as pool:
+    kind = extended("pool", rewards.Pool, args, rewards.check(specs, args)[1])
+    with contextlib.closing(kind(specs, args)) as pool:
         pool.wait()
         for name, column in pool.needs:
             if column not in KEPT:

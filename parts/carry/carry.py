@@ -18,13 +18,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from batch import Completion, Sample
-from data import Prompt, Row
-from errors import Count, Range
-from rollout import Request, hash_seed
+from data import Prompt
+from rollout import Engine, Request, hash_seed
+from settings import Count, Flags, Range, values_of
 
 
 @dataclass
-class CarryArgs:
+class CarryArgs(Flags):
     """Long completions go on in later steps."""
     carry: Annotated[int, Range(0, 8)] = 0
     """C: batches in flight ahead of the one that a step trains on. 0: a step waits for its longest
@@ -35,24 +35,21 @@ class CarryArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        if self.carry and plan.args.engine_correction == "none":
+        flags = values_of(plan.args)
+        if self.carry and flags.get("engine_correction", "none") == "none":
             yield ("--carry needs --engine_correction: older policies sampled some of a step's "
                    "tokens. Would work: --engine_correction truncate.")
+        for other in "reply", "stop", "replay_routing":
+            if self.carry and flags.get(other):
+                yield (f"--{other} needs whole completions, and --carry stops them between rounds: "
+                       "give one of them.")
+        if self.carry and plan.shape and plan.shape.kind == "pictures":
+            yield "--carry is for models that read text alone, and --model sees pictures."
 
     @property
     def fixed(self) -> tuple[str, ...]:
         """Flags that a resume may not change. --max_tokens: of what is in flight."""
         return ("carry", "max_tokens") if self.carry else ("carry",)
-
-    def sizes(self, plan):
-        """Changes those of a plan: batches go on over the end of an epoch."""
-        if self.carry:
-            plan.batches = [plan.args.batch]
-            plan.in_flight = plan.args.batch * (1 + self.carry)
-
-    def engine(self, kind: type, run) -> type:
-        """See run.build_engine."""
-        return carrying(kind, Carry(run.args, run.stream)) if self.carry else kind
 
 
 @dataclass
@@ -67,10 +64,6 @@ class Carried(Completion):
         self.sampled = np.append(self.sampled, more.sampled)
         self.steps = np.append(self.steps, np.full(len(more.ids), step, np.int32))
         self.truncated = more.truncated
-
-    def shown(self):
-        """As Completion.shown."""
-        return {"steps": self.steps.tolist()}
 
 
 @dataclass
@@ -87,10 +80,11 @@ def ended(c: Completion, max_tokens: int) -> bool:
 
 
 class Carry:
-    """The groups in flight, in the order of the data. The same on every rank."""
+    """The groups in flight, in the order of the data. The same on every rank. stream: of the run,
+    whose data has these rows."""
 
     def __init__(self, args, stream):
-        self.args, self.flags, self.stream = args, args.carry_args, stream
+        self.args, self.flags, self.stream = args, args.parts.carry, stream
         self.flight: list[Group] = []
         # Of a step: its number, the groups that it took, the new tokens of each round.
         self.step, self.taken, self.rounds = -1, [], []
@@ -155,36 +149,32 @@ class Carry:
                 "rollout/decode_steps": sum(map(max, self.rounds)),
                 "rollout/tokens_per_s": new / seconds if new else math.nan}  # no round: no rate
 
-    def state(self) -> dict[str, list]:
-        """What is in flight. A float32 number is exact in JSON."""
-        return {"flight": [
-            {"position": group.prompt.position, "row": group.prompt.row.index, "completions": [
-                [c.ids.tolist(), c.logprobs.tolist(), c.steps.tolist(), c.truncated]
-                for c in group.completions]} for group in self.flight]}
+    def state_dict(self) -> list[dict]:
+        """What is in flight, for a checkpoint. A float32 number is exact in JSON."""
+        return [{"position": group.prompt.position, "row": group.prompt.row.index, "completions": [
+                    [c.ids.tolist(), c.logprobs.tolist(), c.steps.tolist(), c.truncated]
+                    for c in group.completions]} for group in self.flight]
 
-    def restore(self, state: dict, rows: list[Row]):
-        """What `state` gave."""
-        by_index = {row.index: row for row in rows}
+    def load_state_dict(self, state: list[dict]):
+        """Goes on from what `state_dict` returned."""
+        by_index = {row.index: row for row in self.stream.rows}
         self.flight = [
             Group(Prompt(group["position"], by_index[group["row"]]), [
                 Carried(np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
                         steps=np.array(steps, np.int32))
                 for ids, logprobs, steps, cut in group["completions"]])
-            for group in state["flight"]]
+            for group in state]
 
 
-def carrying(kind: type, carry: Carry) -> type:
-    """rollout.Engine → one whose completions may go on in the next step."""
-    class Carrying(kind):
-        def sample(self, prompts, group, temperature, purpose="train"):
-            if purpose != "train":  # an evaluation is whole
-                return super().sample(prompts, group, temperature, purpose)
-            return carry.sample(self, prompts)
+class CarryingEngine(Engine):
+    """An engine whose completions may go on in the next step."""
 
-        def state(self):
-            return carry.state()
+    def __init__(self, run):
+        super().__init__(run)
+        self.carry = run.stateful["carry"] = Carry(run.args, run.stream)
 
-        def restore(self, state, rows):
-            carry.restore(state, rows)
-
-    return Carrying
+    def sample(self, prompts, group, temperature, purpose="train"):
+        """See Engine. An evaluation is whole."""
+        if purpose != "train":
+            return super().sample(prompts, group, temperature, purpose)
+        return self.carry.sample(self, prompts)

@@ -13,7 +13,6 @@ down_proj (E, H, I). FSDP shards them by expert, with their layer. A checkpoint 
 single matrices.
 """
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -23,8 +22,10 @@ import torch
 from torch import nn
 
 from batch import Completion, to_device
-from errors import not_default
 from family import Family, Shape
+from model import Policy
+from rollout import Engine
+from settings import Flags, not_default, values_of
 
 # What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -33,7 +34,7 @@ NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 
 
 @dataclass
-class ExpertArgs:
+class ExpertArgs(Flags):
     """Mixtures of experts (docs/use/memory_and_machines.md)."""
     freeze_router: bool = False
     """The policy's routers stay as they are."""
@@ -47,6 +48,12 @@ class ExpertArgs:
             yield from (f"--{name} needs a model with experts." for name in not_default(self))
         if self.replay_routing and not plan.args.needs_engine:
             yield f"--replay_routing needs an engine, and {plan.args.script} starts none."
+        flags = values_of(plan.args)
+        if self.replay_routing and flags.get("teacher_prompt"):
+            yield "--replay_routing has no experts for the prompts of --teacher_prompt."
+        if self.freeze_router and flags.get("lora_rank"):
+            yield ("--freeze_router is for routers that are trained, and with --lora_rank they are "
+                   "not: give one of them.")
 
 
 # ---- its sizes ----
@@ -76,26 +83,10 @@ class MixtureShape(Shape):
 # ---- a model ----
 
 class Mixture(Family):
-    """Of mixtures of experts. A hook behind each router of a policy counts the experts that it
-    chose, or puts those of the engine in their place.
-
-    The load of a layer is measured at the n places of a batch so far, on all ranks, at which a
-    sampled token is predicted, k experts at each:
-
-        f_e = how often e was chosen / (n k)
-    """
-
-    types = tuple(NAMES)
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.routers, self.replays = [], False  # of a policy
-        self.batch = self.counts = None  # counts (layers, E): of the batch that is learned from
-        self.source = None  # (n,): the places of this forward that count. None: it does not count
-        self.routes = None  # (S, layers, k). None: the routers choose
+    """A mixture of experts."""
 
     def skeleton(self, dtype, **options):
-        """The best kernel has no float64."""
+        """See Family. The best kernel has no float64."""
         return super().skeleton(dtype, experts_implementation=(
             "eager" if dtype == torch.float64 else None), **options)
 
@@ -107,18 +98,8 @@ class Mixture(Family):
         return MixtureShape(**vars(super().shape(lm)) | {"intermediate": inner}, experts=experts,
                             used=used, idle=(experts - used) * 3 * inner * hidden)
 
-    def cpu_limits(self, args):
-        """vLLM's own."""
-        if args.expert_args.replay_routing:
-            yield "--replay_routing needs a GPU: elsewhere vLLM does not tell its experts."
-        adapters = vars(args).get("lora_args")  # of a part that may not be there
-        low = args.model_args.dtype == "bfloat16"
-        if args.needs_engine and adapters and adapters.in_engine(low):
-            yield ("--lora_sync adapter needs a GPU for a model with experts. Would work: "
-                   "--lora_sync merged.")
-
     def pieces(self, name: str, tensor, first: int = 0):
-        """Each expert alone, and whole: a rank has some of them."""
+        """See Family. Each expert alone, and whole: a rank has some of them."""
         layer, mlp, own = name.partition(".mlp.")
         block, gate, up, down = NAMES[self.config.model_type]
         if not mlp:
@@ -133,36 +114,43 @@ class Mixture(Family):
                 for part, value in parts.items():
                     yield f"{layer}.{block}.experts.{number}.{part}.weight", value, 0
 
-    def plain_logits(self, lm, head, keep, inputs):
-        """The routers choose."""
-        self.routes = None
-        return super().plain_logits(lm, head, keep, inputs)
 
-    def follow(self, lm, args):
-        """Hooks behind its routers; --freeze_router."""
-        flags = args.expert_args if args else ExpertArgs()
-        self.replays = flags.replay_routing
-        if not self.routers:
-            self.routers = [block.gate for block in blocks(lm)]
-            for layer, router in enumerate(self.routers):
-                router.register_forward_hook(partial(self.behind, layer))
-        if flags.freeze_router:
-            for router in self.routers:
+class RoutedPolicy(Policy):
+    """A policy that is a mixture of experts. A hook behind each router counts the experts that it
+    chose, or puts those of the engine in their place.
+
+    The load of a layer is measured at the n places of a batch so far, on all ranks, at which a
+    sampled token is predicted, k experts at each:
+
+        f_e = how often e was chosen / (n k)
+
+    --replay_routing is R3: a rounding in the engine may choose another expert than the same
+    rounding here, and the ratio of such a token is far from 1. https://arxiv.org/abs/2510.11370
+    """
+
+    def __init__(self, module, world, args):
+        flags = args.parts.experts
+        self.replays, self.batch, self.counts = flags.replay_routing, None, None
+        self.source = None  # (n,): the places of this forward that count. None: it does not count
+        self.routes = None  # (S, layers, k). None: the routers choose
+        self.routers = [block.gate for block in blocks(module.lm)]
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(partial(self.behind, layer))
+            if flags.freeze_router:
                 router.requires_grad_(False)
+        super().__init__(module, world, args)
 
-    @contextmanager
-    def around(self, micro):
-        """It counts, in an update. --replay_routing is R3: a rounding in the engine may choose
-        another expert than the same rounding here, and the ratio of such a token is far from 1.
-        https://arxiv.org/abs/2510.11370"""
+    def run(self, micro, *inputs):
+        """See Trained. It counts, in an update."""
         self.routes = routes_of(micro) if self.replays else None
         if torch.is_grad_enabled():  # an update
-            if micro.batch is not self.batch:
+            if micro.batch is not self.batch:  # counts (layers, E): of the batch learned from
                 sizes = len(self.routers), self.routers[0].num_experts
                 self.counts = torch.zeros(sizes, dtype=torch.int64, device=micro.device)
             self.batch, self.source = micro.batch, micro.source
-        yield
+        found = super().run(micro, *inputs)
         self.source = None  # a backward may compute a layer again
+        return found
 
     def behind(self, layer: int, router, inputs, output):
         """The forward hook of a router: logits (S, E), weights and numbers of its experts (S, k)
@@ -179,15 +167,12 @@ class Mixture(Family):
             self.counts[layer].scatter_add_(0, used, torch.ones_like(used))
         return logits, weights, chosen
 
-    def engine(self, kind, args, inputs):
-        """See Family."""
-        return mixing(kind, args.expert_args.replay_routing)
-
-    def metrics(self, world) -> dict[str, float]:
-        """The load."""
+    def step(self, lr: float) -> float:
+        """See Trained. It measures the load."""
         if self.replays and not all(map(has_routes, self.batch.samples)):
             raise RuntimeError("the engine did not tell its experts, which --replay_routing needs")
-        return load_metrics(world.sum(self.counts.cpu().double()))
+        self.metrics = load_metrics(self.world.sum(self.counts.cpu().double()))
+        return super().step(lr)
 
 
 # ---- in the engine ----
@@ -198,21 +183,23 @@ class Routed(Completion):
     routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): of each token that is an input
 
 
-def mixing(kind: type, replays: bool) -> type:
-    """rollout.Engine → one of a model with experts. replays: it tells those of each token."""
-    class Mixing(kind):
-        def options(self, max_len):
-            return super().options(max_len) | {"enable_return_routed_experts": replays}
+class MixtureEngine(Engine):
+    """The engine of a mixture of experts. With --replay_routing it says which ones it used."""
 
-        def take(self, weights):
-            if not self.on_gpu:
-                self.llm.apply_model(forget_packed_experts)
-            super().take(weights)
+    def options(self, max_len):
+        """See Engine."""
+        replays = self.run.args.parts.experts.replay_routing
+        return super().options(max_len) | {"enable_return_routed_experts": replays}
 
-        def completion(self, output):
-            return Routed(**vars(super().completion(output)), routes=output.routed_experts)
+    def take(self, weights):
+        """See Engine."""
+        if not self.on_gpu:
+            self.llm.apply_model(forget_packed_experts)
+        super().take(weights)
 
-    return Mixing
+    def completion(self, output):
+        """See Engine."""
+        return Routed(**vars(super().completion(output)), routes=output.routed_experts)
 
 
 def forget_packed_experts(model) -> None:

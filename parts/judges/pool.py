@@ -2,41 +2,38 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from errors import Range
 from parts.judges.waiting import PAUSE
-from rewards import Answer, Pool, RewardArgs, Score
+from rewards import Answer, Pool, Score
+from settings import Flags, Range
 from worker import Part
 
 TOGETHER = 64  # calls that a worker gets at once
 
 
 @dataclass
-class JudgeArgs:
+class JudgeArgs(Flags):
     """`async def` rewards"""
     reward_retries: Annotated[int, Range(0, 10)] = 2
     """An `async def` reward that raises or is late is tried again so often."""
 
 
 @dataclass
-class TriedScore(Score):
-    retries: int = 0  # of its rewards
-
-
-@dataclass
 class TriedAnswer(Answer):
     retries: int = 0  # of its call: with the first item
 
-    def score(self, parts: list[Part]) -> TriedScore:
-        """See Answer."""
-        return TriedScore(**vars(super().score(parts)), retries=self.retries)
+    def score(self, parts: list[Part]) -> Score:
+        """See Answer. The metric reward/retries is the mean over completions."""
+        score = super().score(parts)
+        score.parts["retries"] = self.retries
+        return score
 
 
 class JudgePool(Pool):
     module: ClassVar = "parts.judges.waiting"
     answer: ClassVar = TriedAnswer
 
-    def __init__(self, specs: list[str], args: RewardArgs, retries: int):
-        self.retries = retries
+    def __init__(self, specs: list[str], args):
+        self.retries = args.parts.judges.reward_retries
         super().__init__(specs, args)
 
     def what(self) -> tuple:
@@ -52,8 +49,3 @@ class JudgePool(Pool):
         """All tries and pauses of the coroutines, after the other rewards."""
         tries = self.args.reward_timeout * len(batch[0]) * (self.retries + 2)
         return tries + PAUSE * (2**self.retries - 1) + 1
-
-
-def retries_of(scores: list[Score]) -> int:
-    """Of all."""
-    return sum(getattr(score, "retries", 0) for score in scores)

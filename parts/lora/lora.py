@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -17,16 +17,18 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
-from errors import Positive
 from inputs import is_tiny
 from log import whole_folder
-from model import LogprobModel, Policy, ValueModel, compute_dtype
+from model import Model, Policy, whole
+from plan import Memory
+from rollout import Engine
+from settings import Flags, Positive
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 
 
 @dataclass
-class LoraArgs:
+class LoraArgs(Flags):
     """LoRA (docs/use/memory_and_machines.md)."""
     lora_rank: int = 0
     """Train adapters of this rank and nothing else (and the critic's head). 0: all weights. An --lr
@@ -40,11 +42,6 @@ class LoraArgs:
     bfloat16, else merged."""
     switch: ClassVar[str] = "lora_rank"
     fixed: ClassVar[tuple[str, ...]] = "lora_alpha", "lora_rank", "lora_targets"
-
-    @property
-    def rate(self) -> int:
-        """--lr in units of full training's: https://thinkingmachines.ai/blog/lora."""
-        return 10 if self.lora_rank else 1
 
     @property
     def scale(self) -> float:
@@ -75,10 +72,6 @@ class LoraArgs:
         """Whether the engine gets the adapter itself."""
         sync = "adapter" if self.lora_sync == "auto" and bfloat16 else self.lora_sync
         return self.lora_rank > 0 and sync == "adapter"
-
-    def engine_bytes(self, shape, c: int) -> int:
-        """Of the adapter in the engine. c: bytes of a number."""
-        return c * self.added(shape) if self.in_engine(c == 2) else 0
 
     def chosen(self, name: str) -> bool:
         """Whether the linear layer with this last name has an adapter."""
@@ -115,68 +108,76 @@ class Lora(nn.Linear):
 
 # ---- a model, a policy ----
 
-def adapted(kind: type, args: LoraArgs) -> type:
-    """model.LogprobModel or ValueModel → the same with frozen weights, and adapters beside them."""
-    class WithAdapters(kind):
-        frozen = True
+class AdaptedModel(Model):
+    """A model with frozen weights, and adapters beside them."""
+    frozen = True
 
-        def __init__(self, lm, head_chunk: int):
-            put_in(lm, args, torch.promote_types(lm.dtype, torch.float32))
-            super().__init__(lm, head_chunk)
+    def __init__(self, lm, args):
+        put_in(lm, args.parts.lora, torch.promote_types(lm.dtype, torch.float32))
+        super().__init__(lm, args)
 
-        def start(self, seed: int):
-            start(self.lm, seed)
+    def start(self, seed: int):
+        """A: uniform in ± 1/sqrt(in), from the seed and its name, so the same on any layout. What
+        else is in no file is 0, as in Model."""
+        super().start(seed)
+        for name, p in self.lm.named_parameters():
+            if is_adapter(name):
+                full = torch.zeros(p.shape)
+                if name.endswith("A"):
+                    own = random.Random(f"{seed} {name}").getrandbits(63)
+                    own = torch.Generator().manual_seed(own)
+                    full.uniform_(-1, 1, generator=own).div_(full.shape[1] ** 0.5)
+                full = distribute_tensor(
+                    full.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+                p.detach().to_local().copy_(full.to_local())
 
-    return WithAdapters
 
+class AdaptedPolicy(Policy):
+    """A policy whose adapters are trained."""
 
-class Adapted(Policy):
-    """A policy whose adapters are trained. lora: its LoraArgs. base: the name of the model that
-    they are for."""
-
-    def __init__(self, *given, lora: LoraArgs, base: str, **named):
-        super().__init__(*given, **named)
-        lm = self.module.lm
-        layers = {name: m for name, m in lm.named_modules() if isinstance(m, Lora)}
+    def __init__(self, module, world, args):
+        super().__init__(module, world, args)
+        layers = {name: m for name, m in module.lm.named_modules() if isinstance(m, Lora)}
         self.layers = {f"{name}.weight": layer for name, layer in layers.items()}
-        self.left_out |= {name for name in lm.state_dict() if is_adapter(name)}
-        self.lora = lora
-        self.config = {  # adapter_config.json, as peft and vLLM read it
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        self.left_out |= {name for name in module.lm.state_dict() if is_adapter(name)}
+
+    def stored(self, dtype=None):
+        """As of Policy, with the adapters added to the weights."""
+        for name, value in self.module.lm.state_dict().items():
+            if name in self.left_out:
+                continue
+            if name in self.layers:
+                value = self.layers[name].merged(self.world.device)
+            yield name, whole(value.to(self.world.device, dtype or value.dtype))
+
+    def reference(self, load) -> "Base":
+        """The same weights without the adapters: they need no second copy."""
+        return Base(self)
+
+
+def adapter_config(lora: LoraArgs, base: str, layers) -> dict:
+    """adapter_config.json, as peft and vLLM read it. base: the model that it is for. layers: the
+    names of those with an adapter."""
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
             "r": lora.lora_rank, "lora_alpha": lora.scale * lora.lora_rank, "bias": "none",
             "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
             "inference_mode": True}
 
-    def in_use(self, name: str, value):
-        """See Policy."""
-        return self.layers[name].merged(self.world.device) if name in self.layers else value
 
-    def beginning(self) -> "Base":
-        """See Policy."""
-        return Base(self)
-
-    def engine(self, kind, args, inputs):
-        """See Policy."""
-        kind, dtype = super().engine(kind, args, inputs), compute_dtype(
-            args.model_args, self.world.device)
-        return taking(kind, self.config) if self.lora.in_engine(dtype == torch.bfloat16) else kind
-
-    def export(self, folder: Path) -> None:
-        """The adapters alone to adapter/: peft's two files, in float32, by rank 0. A collective."""
-        weights = {name: tensor.float().cpu().contiguous()
-                   for name, tensor in tensors(self.module.lm, self.world.device)}
-        if self.world.rank == 0:
-            with whole_folder(folder / "adapter") as unfinished:
-                save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
-                (unfinished / "adapter_config.json").write_text(json.dumps(self.config, indent=1))
-
-
-def kinds(args: LoraArgs, name: str, folder: str) -> tuple:
-    """What run.py builds with --lora_rank: LogprobModel, ValueModel, Policy. name: --model."""
+def export(run) -> None:
+    """Writes the adapters alone to runs/NAME/adapter: peft's two files, in float32, by rank 0. A
+    collective."""
+    policy, name, source = run.policy, run.args.model, run.inputs.source
     # It outlives the run, and may be read in another folder: a name of the hub, or a whole path.
-    base = str(Path(folder).absolute()) if folder == name or is_tiny(name) else name
-    return (adapted(LogprobModel, args), adapted(ValueModel, args),
-            partial(Adapted, lora=args, base=base))
+    base = str(Path(source).absolute()) if source == name or is_tiny(name) else name
+    layers = [name.removesuffix(".weight") for name in policy.layers]
+    weights = {name: tensor.float().cpu().contiguous()
+               for name, tensor in tensors(policy.module.lm, run.world.device)}
+    if run.world.rank == 0:
+        with whole_folder(run.log.folder / "adapter") as unfinished:
+            config = adapter_config(run.args.parts.lora, base, layers)
+            save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
+            (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
 
 class Base:
@@ -216,19 +217,6 @@ def put_in(lm, args: LoraArgs, dtype):
             text.set_submodule(name, Lora(layer, args, dtype))
 
 
-def start(lm, seed: int):
-    """A: uniform in ± 1/sqrt(in), from the seed and its name, so the same on any layout. B: 0."""
-    for name, p in lm.named_parameters():
-        if is_adapter(name):
-            full = torch.zeros(p.shape)
-            if name.endswith("A"):
-                own = torch.Generator().manual_seed(random.Random(f"{seed} {name}").getrandbits(63))
-                full.uniform_(-1, 1, generator=own).div_(full.shape[1] ** 0.5)
-            full = distribute_tensor(
-                full.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
-            p.detach().to_local().copy_(full.to_local())
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an A or a B."""
     return name.endswith((".lora_A", ".lora_B"))
@@ -241,38 +229,66 @@ def tensors(lm, device):
             yield f"base_model.model.{name}.weight", p.detach().to(device).full_tensor()
 
 
+# ---- its memory ----
+
+class AdaptedMemory(Memory):
+    """The model's weights are not trained; the adapters are, and the engine may get them too."""
+
+    @property
+    def trained(self) -> int:
+        """See Memory."""
+        return min(super().trained, self.args.parts.lora.added(self.shape))
+
+    def weights(self) -> float:
+        """See Memory."""
+        return self.c * self.shape.params + self.m * self.args.parts.lora.added(self.shape)
+
+    def reference(self) -> float:
+        """See Memory. Without other files it is the policy without its adapters."""
+        return super().reference() if self.shape.reference else 0.0
+
+    def gradient_sum(self, root: int) -> float:
+        """See Memory. Those of adapters are small."""
+        return 0.0
+
+    def engine_weights(self) -> float:
+        """See Memory."""
+        lora = self.args.parts.lora
+        adapter = lora.added(self.shape) if lora.in_engine(self.c == 2) else 0
+        return super().engine_weights() + self.c * adapter
+
+
 # ---- in the engine ----
 
-def taking(kind: type, config: dict) -> type:
-    """rollout.Engine → one that gets the adapter itself. config: Adapted's."""
-    class Taking(kind):
-        def __init__(self, folder, world, args, **named):
-            # The base comes once, in the first sync: it must be kept.
-            args = replace(args, sleep_level=min(args.sleep_level, 1))
-            self.request, self.syncs = None, 0  # vLLM's name of the adapter; how often it came
-            super().__init__(folder, world, args, **named)
+class TakingEngine(Engine):
+    """An engine that gets the adapter itself."""
 
-        def options(self, max_len):
-            return super().options(max_len) | {
-                "enable_lora": True, "lora_target_modules": config["target_modules"],
-                "max_lora_rank": next(r for r in LORA_RANKS if r >= config["r"])}
+    def __init__(self, run):
+        self.request, self.syncs = None, 0  # vLLM's name of the adapter; how often it came
+        layers = [name.removesuffix(".weight") for name in run.policy.layers]
+        self.config = adapter_config(run.args.parts.lora, "", layers)
+        super().__init__(run)
+        # The base comes once, in the first sync: it must be kept.
+        self.sleep_level = min(self.sleep_level, 1)
 
-        def bring(self, policy):
-            with self.changing():
-                if self.request is None:
-                    self.take(Base(policy).weights(self.dtype))
-                self.syncs += 1
-                adapter = tensors(policy.module.lm, self.world.device)
-                self.request = put_adapter(self.llm, config, adapter, self.syncs)
+    def options(self, max_len):
+        """See Engine."""
+        return super().options(max_len) | {
+            "enable_lora": True, "lora_target_modules": self.config["target_modules"],
+            "max_lora_rank": next(r for r in LORA_RANKS if r >= self.config["r"])}
 
-        def take(self, weights):
-            self.request = None
-            super().take(weights)
+    def load(self, policy):
+        """See Engine."""
+        with self.changing():
+            if self.request is None:
+                self.take(Base(policy).weights(self.dtype))
+            self.syncs += 1
+            adapter = tensors(policy.module.lm, self.world.device)
+            self.request = put_adapter(self.llm, self.config, adapter, self.syncs)
 
-        def outputs(self, requests, temperature):
-            return super().outputs(requests, temperature, lora_request=self.request)
-
-    return Taking
+    def outputs(self, requests, temperature, **options):
+        """See Engine."""
+        return super().outputs(requests, temperature, lora_request=self.request, **options)
 
 
 def put_adapter(llm, config: dict, adapter: Iterator, sync: int):

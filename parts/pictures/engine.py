@@ -1,50 +1,60 @@
 """engine.py: the engine gets the pictures of a prompt beside its ids."""
-from family import NEVER
 from parts.pictures.eyes import opened
+from parts.pictures.kinds import load_eyes
 from parts.pictures.rows import pictures_in
+from rollout import Engine
 
+NEVER = -100.0  # added to the logit of an id that no policy samples: vLLM allows no less
 HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
 
-def looking(kind: type, eyes, rows: list) -> type:
-    """rollout.Engine → one that sees. rows: of all data. None has more pictures in a prompt."""
-    most = max((len(it.sources) for it in map(pictures_in, rows) if it), default=0)
+class LookingEngine(Engine):
+    """An engine that sees."""
 
-    class Looking(kind):
-        def options(self, max_len):
-            # vLLM's own normalization would have noise for a mean, by load_format="dummy".
-            return super().options(max_len) | {
-                "limit_mm_per_prompt": {"image": max(1, most), "video": 0},
-                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
-                "mm_processor_kwargs": {"size": eyes.size}}
+    def __init__(self, run):
+        config = run.policy.module.lm.config
+        self.eyes = load_eyes(run.args.model, run.inputs.source, config,
+                              *run.args.parts.pictures.limits)
+        super().__init__(run)
 
-        def forget(self):
-            super().forget()  # the worker forgot the features of pictures: so must the scheduler
-            self.llm.llm_engine.reset_encoder_cache()
+    def options(self, max_len):
+        """See Engine. No row of the data has more pictures in its prompt than `most`."""
+        rows = self.run.inputs.rows + self.run.inputs.eval_rows
+        most = max((len(it.sources) for it in map(pictures_in, rows) if it), default=0)
+        # vLLM's own normalization would have noise for a mean, by load_format="dummy".
+        return super().options(max_len) | {
+            "limit_mm_per_prompt": {"image": max(1, most), "video": 0},
+            "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
+            "mm_processor_kwargs": {"size": self.eyes.size}}
 
-        def sampling(self, request, temperature):
-            return super().sampling(request, temperature) | {"logit_bias": {eyes.token: NEVER}}
+    def forget(self):
+        """See Engine. The worker forgot the features of pictures: so must the scheduler."""
+        super().forget()
+        self.llm.llm_engine.reset_encoder_cache()
 
-        def prompts(self, requests):
-            """One token for each picture, of which vLLM makes more itself. Of ids that are those of
-            a tile already it would make still more, and say nothing."""
-            found, seen = super().prompts(requests), [pictures_in(r.row) for r in requests]
-            images = {it: [*map(opened, it)] for it in {p.sources for p in seen if p}}  # once
-            for prompt, pictures in zip(found, seen, strict=True):
-                if pictures:
-                    prompt |= {"prompt_token_ids": pictures.short_ids,
-                               "multi_modal_data": {"image": images[pictures.sources]}}
-            return found
+    def sampling(self, request, temperature):
+        """See Engine."""
+        return super().sampling(request, temperature) | {"logit_bias": {self.eyes.token: NEVER}}
 
-        def outputs(self, requests, temperature, **options):
-            found = []
-            for part in parts_of(requests):
-                found += super().outputs(part, temperature, **options)
-            self.llm.llm_engine.reset_mm_cache()
-            compare_ids(requests, found)
-            return found
+    def prompts(self, requests):
+        """See Engine. One token for each picture, of which vLLM makes more itself. Of ids that are
+        those of a tile already it would make still more, and say nothing."""
+        found, seen = super().prompts(requests), [pictures_in(r.row) for r in requests]
+        images = {it: [*map(opened, it)] for it in {p.sources for p in seen if p}}  # once
+        for prompt, pictures in zip(found, seen, strict=True):
+            if pictures:
+                prompt |= {"prompt_token_ids": pictures.short_ids,
+                           "multi_modal_data": {"image": images[pictures.sources]}}
+        return found
 
-    return Looking
+    def outputs(self, requests, temperature, **options):
+        """See Engine. It holds HELD of pixels at once."""
+        found = []
+        for part in parts_of(requests):
+            found += super().outputs(part, temperature, **options)
+        self.llm.llm_engine.reset_mm_cache()
+        compare_ids(requests, found)
+        return found
 
 
 def parts_of(requests: list) -> list[list]:

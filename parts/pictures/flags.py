@@ -2,11 +2,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from errors import not_default
+from settings import Flags, not_default, values_of
 
 
 @dataclass
-class PictureArgs:
+class PictureArgs(Flags):
     """Models that see (docs/use/data_and_rewards.md)."""
     max_image_tokens: int = 0
     """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
@@ -25,3 +25,10 @@ class PictureArgs:
         """See plan.problems."""
         if plan.shape and plan.shape.kind != "pictures":
             yield from (f"--{name} needs a model that sees pictures." for name in not_default(self))
+        flags = values_of(plan.args)
+        if self.train_vision and flags.get("lora_rank"):
+            yield ("--train_vision trains all weights of the tower, and --lora_rank trains "
+                   "adapters alone: give one of them.")
+        if plan.shape and plan.shape.kind == "pictures" and flags.get("teacher_prompt"):
+            yield ("--teacher_prompt is for models that read text alone, and --model sees "
+                   "pictures.")

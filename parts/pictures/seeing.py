@@ -3,65 +3,27 @@
 In a packed input each prompt stands once, so its pictures are computed once for their group. Their
 features stand at places of the prompt, never where the image token is: a completion may have it.
 """
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from errors import SettingsError, as_sentence
 from family import Family, Shape
-from parts.pictures import idefics3, qwen2_vl
-from parts.pictures.engine import HELD, looking
-from parts.pictures.rows import folder_of, make_row, pictures_in
-
-NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
-         "qwen3_vl": "Qwen3VL"}  # of transformers
-FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES}
-
-
-def find_eyes(args, config, folder: str, reference: str | None = None):
-    """Of --model, in its folder. reference: that of another model, which gets the same pixels."""
-    eyes = load_eyes(args.model, folder, config, *args.picture_args.limits)
-    if reference:
-        from transformers import AutoConfig
-        config, theirs = AutoConfig.from_pretrained(reference), None
-        if config.model_type in FAMILIES:
-            theirs = load_eyes(args.teacher, reference, config, flag="teacher")
-        if theirs is None or theirs.kind != eyes.kind:
-            raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
-                                "with an equal processor for pictures and an equal image token.")
-    return eyes
-
-
-def load_eyes(name: str, folder: str, config, *limits: int, flag: str = "model"):
-    """Those of a model's family. SettingsError: its files have no processor."""
-    with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
-        return FAMILIES[config.model_type].Eyes(folder, config, *limits)
-
-
-def check_template(name: str, files):
-    """SettingsError: the processor has another chat template than the tokenizer. vLLM takes the
-    processor's, and for a chat with tools the tokenizer's."""
-    from transformers import ProcessorMixin
-    with as_sentence(f"--model {name} has no processor that transformers can load"):
-        theirs = ProcessorMixin.get_processor_dict(files.folder)[0].get("chat_template")
-    if theirs is not None and theirs != files.tokenizer.chat_template:
-        raise SettingsError(f"--model {name}: its processor's chat template, which vLLM takes for "
-                            "pictures, differs from its tokenizer's. Would work: one "
-                            "chat_template.jinja, and no chat_template.json.")
+from model import LogprobModel, Model, Trained
+from parts.pictures.engine import HELD, NEVER
+from parts.pictures.kinds import FAMILIES, NAMES
+from parts.pictures.rows import pictures_in
 
 
 class Seeing(Family):
-    """Of a model that sees: a tower makes features of pixels, and its text part reads them."""
-    types = tuple(NAMES)
+    """A model that sees: a tower makes features of pixels, and its text part reads them."""
     auto = "AutoModelForImageTextToText"
 
     def __init__(self, config):
         super().__init__(config)
-        self.own, self.never = FAMILIES[config.model_type], (config.image_token_id,)
+        self.own = FAMILIES[config.model_type]
 
     @property
     def architecture(self) -> str:
@@ -69,12 +31,68 @@ class Seeing(Family):
         return f"{NAMES[self.config.model_type]}ForConditionalGeneration"
 
     def parts(self, lm) -> list:
-        """Its text part, and those of the tower."""
+        """See Family. Its text part, and those of the tower."""
         return [getattr(lm.base_model, name) for name in (self.own.TEXT, *self.own.TOWER)]
 
+    def shape(self, lm) -> Shape:
+        """See Family."""
+        shape, tower = super().shape(lm), tower_sizes(self.config, self.parts(lm)[1:])
+        return SeeingShape(**vars(shape) | {"root": shape.root - tower.sharded}, tower=tower)
+
+
+class SeeingModel(Model):
+    """A model that gets pictures beside the ids of a packed input."""
+
+    def states(self, inputs):
+        """See Model. The text part gets features of pictures among the embeddings of ids."""
+        text = self.family.parts(self.lm)[0]
+        inputs = self.embedded(**inputs)
+        return text.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def embedded(self, input_ids, pixels, places, **inputs) -> dict:
+        """What the text part gets."""
+        x = self.lm.get_input_embeddings()(input_ids)  # (1, S, H)
+        values, *grids = pixels
+        found = self.family.own.features(self.lm, values.to(x.dtype), *grids)
+        first, *deep = [part[:len(places)].unsqueeze(0) for part in found]  # (1, n, H)
+        inputs["inputs_embeds"] = x.index_copy(1, places, first)
+        if deep:  # for each of the first layers (S, H): what is added to all tokens, mostly 0
+            inputs |= {"visual_pos_masks": torch.ones_like(input_ids, dtype=torch.bool),
+                       "deepstack_visual_embeds": [
+                           torch.zeros_like(x).index_copy(1, places, part)[0] for part in deep]}
+        return inputs
+
+
+class SeeingLogprobModel(SeeingModel, LogprobModel):
+    """Log-probs of a model that sees."""
+
+    def head(self, hidden):
+        """See LogprobModel. No policy samples the id of a picture."""
+        logits = super().head(hidden)
+        logits.detach()[..., self.lm.config.image_token_id] += NEVER
+        return logits
+
+    def plain(self, inputs, keep):
+        """See LogprobModel. The features go to the same places: transformers looks for image
+        tokens, and a completion may have them."""
+        if len(inputs["pixels"]) == 1:  # else positions have three axes
+            inputs = {name: x for name, x in inputs.items() if name != "position_ids"}
+        inputs = {name: x for name, x in inputs.items() if name != "packed"}
+        return self.head(self.states(inputs)[:, keep])
+
+
+class Seer(Trained):
+    """A policy or a critic that sees."""
+
+    def __init__(self, module, world, args):
+        for part in module.family.parts(module.lm)[1:]:
+            part.requires_grad_(args.parts.pictures.train_vision)
+        super().__init__(module, world, args)
+
     def inputs(self, micro) -> dict:
-        """Pixels, as `own` has them, and the places (n,) of their features in the packed input."""
-        pixels, places, start = [], [], 0
+        """See Trained. Pixels, as the family has them, and the places (n,) of their features in the
+        packed input."""
+        own, pixels, places, start = self.module.family.own, [], [], 0
         owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
         for row in owners.values():  # each prompt once, in the order of batch.pack
             prompt = micro.batch.samples[row].prompt.row
@@ -83,77 +101,13 @@ class Seeing(Family):
                 places += [start + place for place in seen.places]
             start += len(prompt.prompt_ids)
         if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
-            pixels = [self.own.nothing(self.config)]
-        found = {
+            pixels = [own.nothing(self.module.lm.config)]
+        found = super().inputs(micro) | {
             "pixels": [torch.cat(part).to(micro.device) for part in zip(*pixels, strict=True)],
             "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
         if len(found["pixels"]) > 1:  # with grids, of which tokens have positions
             found["position_ids"] = positions_of(micro).to(micro.device)
         return found
-
-    def hidden(self, lm, inputs):
-        """Of the text part."""
-        return super().hidden(lm, self.embedded(lm, **inputs))
-
-    def maker(self, make, args, files, spec):
-        """See Family."""
-        eyes = find_eyes(args, self.config, files.folder, files.reference)
-        check_template(args.model, files)
-        return partial(make_row, make=make, eyes=eyes, folder=folder_of(spec))
-
-    def plain_logits(self, lm, head, keep, inputs):
-        """With the features in the same places: transformers looks for image tokens."""
-        return head(self.hidden(lm, inputs)[:, keep])
-
-    def freeze(self, lm, args):
-        """The tower, without --train_vision."""
-        for part in self.parts(lm)[1:]:
-            part.requires_grad_(args is not None and args.picture_args.train_vision)
-
-    def engine(self, kind, args, inputs):
-        """See Family."""
-        eyes = load_eyes(args.model, inputs.source, self.config, *args.picture_args.limits)
-        return looking(kind, eyes, inputs.rows + inputs.eval_rows)
-
-    def first(self, rows):
-        """Those with pictures."""
-        return sorted(rows, key=lambda row: not pictures_in(row))
-
-    def largest(self, rows, text_row):
-        """With the pictures of the row that has most for its tokens: the tower computes them as
-        often as the micro-batch has room for that row."""
-        seen = max(filter(pictures_in, rows), default=None, key=lambda row: len(
-            row.pictures.places) / len(row.prompt_ids))
-        if not seen:
-            return text_row
-
-        def pictured(p: int, tokens: int):
-            times = max(1, tokens // len(seen.prompt_ids))
-            places = [i % p for i in range(times * len(seen.pictures.places))]
-            return replace(seen, prompt_ids=[0] * p, pictures=seen.pictures._replace(
-                sources=seen.pictures.sources * times, places=places,
-                positions=in_line(p).tolist()))
-
-        return pictured
-
-    def shape(self, lm) -> Shape:
-        """See Family."""
-        shape, tower = super().shape(lm), tower_sizes(self.config, self.parts(lm)[1:])
-        return SeeingShape(**vars(shape) | {"root": shape.root - tower.sharded}, tower=tower)
-
-    def embedded(self, lm, input_ids, pixels, places, **inputs) -> dict:
-        """What the part that reads tokens gets: features of pictures among the embeddings of ids.
-        """
-        x = lm.get_input_embeddings()(input_ids)  # (1, S, H)
-        values, *grids = pixels
-        found = self.own.features(lm, values.to(x.dtype), *grids)
-        first, *deep = [part[:len(places)].unsqueeze(0) for part in found]  # (1, n, H)
-        inputs["inputs_embeds"] = x.index_copy(1, places, first)
-        if deep:  # for each of the first layers (S, H): what is added to all tokens, mostly 0
-            inputs |= {"visual_pos_masks": torch.ones_like(input_ids, dtype=torch.bool),
-                       "deepstack_visual_embeds": [
-                           torch.zeros_like(x).index_copy(1, places, part)[0] for part in deep]}
-        return inputs
 
 
 # ---- its sizes ----
@@ -188,12 +142,12 @@ class SeeingShape(Shape):
 
     def frozen(self, args) -> int:
         """The tower, without --train_vision."""
-        return 0 if args.picture_args.train_vision else self.tower.params
+        return 0 if args.parts.pictures.train_vision else self.tower.params
 
     def beside(self, c: int, args, update: bool) -> tuple[float, float]:
         """A layer of the tower and the next one, and what its layers keep."""
         kept = 1 if args.model_args.checkpointing else self.tower.layers
-        learns = update and args.picture_args.train_vision
+        learns = update and args.parts.pictures.train_vision
         return 2 * c * self.tower.layer, self.tower.bytes(c, kept if learns else 0)
 
     def in_engine(self, c: int, tokens: int) -> float:

@@ -23,9 +23,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import plan  # noqa: E402
 from errors import SettingsError, command  # noqa: E402
 from log import finished_steps, is_evaluation, read, read_metrics, write_whole  # noqa: E402
+from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
@@ -71,7 +71,7 @@ def changed(args: dict) -> list[list[str]]:
     script = Path(args.get("script", "grpo.py")).stem
     if not (ROOT / f"{script}.py").is_file():  # a copy that is gone
         script = "grpo"
-    defaults = plan.flags(importlib.import_module(script).Args())
+    defaults = values_of(importlib.import_module(script).Args())
     found = [(name, in_words(args[name]), in_words(default))
              for name, default in defaults.items() if name in args]
     return [[f"--{name}", value, default] for name, value, default in found if value != default]

@@ -24,6 +24,7 @@ class Supervised(Run):
     """The run of sft.py: it predicts --eval_data, and samples it where --reward is given."""
 
     def __post_init__(self):
+        super().__post_init__()
         self.log.compared = {"eval/perplexity": None} | self.log.compared
 
     def held_out(self, step: int) -> dict[str, float]:

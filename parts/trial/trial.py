@@ -12,10 +12,11 @@ from dist import cut, peak_memory
 from errors import SettingsError
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
+from settings import Flags
 
 
 @dataclass
-class TrialArgs:
+class TrialArgs(Flags):
     """The largest micro-batches."""
     try_worst_case: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
@@ -23,23 +24,18 @@ class TrialArgs:
 
 def try_worst_case(run):
     """--try_worst_case: the largest micro-batch of each phase."""
-    wanted = run.args.trial_args.try_worst_case
-    if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
+    wanted = run.args.parts.trial.try_worst_case
+    if run.args.eval_args.eval_only or wanted == "off" or (
+            wanted == "auto" and run.world.device.type != "cuda"):
         return
-    row_of = run.policy.family.largest(run.inputs.rows, text_row)
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
-                           run.reference, run.critic, row_of)
+                           run.reference, run.critic)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
     run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
 
-def text_row(p: int, tokens: int) -> Row:
-    """A prompt of `p` tokens, for a micro-batch of `tokens`."""
-    return Row(0, "", [0] * p, None, {}, "")
-
-
-def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
-                   row_of=text_row) -> dict[str, float]:
+def measure_phases(plan: Plan, world, vocab: int, policy, reference=None,
+                   critic=None) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
     state. A collective."""
     a, peaks = plan.args, {}
@@ -67,7 +63,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
                for p in it.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
-            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], row_of)
+            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name])
             for it in models:
                 it.optimizer.zero_grad()
     del moments
@@ -76,14 +72,13 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     return dict(zip(peaks, most, strict=True))
 
 
-def measure(phase: Phase, world, vocab: int, forward, row_of) -> float:
+def measure(phase: Phase, world, vocab: int, forward) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak_memory(world.device)  # starts again
         try:
             with torch.set_grad_enabled("update" in phase.name):
-                forward(worst_micro(
-                    tokens, phase.longest, phase.keys, vocab, world.device, row_of))
+                forward(worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
@@ -91,15 +86,14 @@ def measure(phase: Phase, world, vocab: int, forward, row_of) -> float:
     return peak_memory(world.device)
 
 
-def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
-                row_of=text_row) -> Micro:
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
     long that attention gathers `keys` keys for each token (see plan.Phase)."""
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
     ids = (np.arange(n - p) % vocab).astype(np.int32)
-    one = Sample(Prompt(0, row_of(p, tokens)), Completion(
+    one = Sample(Prompt(0, Row(0, "", [0] * p, None, {}, "")), Completion(
         ids, np.zeros(len(ids), np.float32), False), "", Score(0.0, {}, None))
     batch = Batch([one] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)

@@ -102,11 +102,6 @@ class Environments:
         return it
 
 
-def paid(turns: list[dict]) -> float | None:
-    """--reward environment or turns: what reward() of a CLASS returned at the end."""
-    return turns[-1].get("reward")
-
-
 # ---- the process ----
 
 def load(part: Part, timeout: float) -> tuple[tuple, list]:

@@ -20,10 +20,11 @@ import numpy as np
 
 from batch import Completion
 from data import Prompt, Row
-from errors import Count, SettingsError
+from errors import SettingsError
 from parts.turns.replies import Move
 from rewards import Answer, Pool, check_rows, file_of, report
-from rollout import Request, hash_seed
+from rollout import Engine, Request, hash_seed
+from settings import Count, Flags, values_of
 from texts import ids_after, marks_of, reader, templated, texts_of
 from worker import ROOT, Part
 
@@ -32,7 +33,7 @@ WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the firs
 
 
 @dataclass
-class TurnArgs:
+class TurnArgs(Flags):
     """Several turns."""
     reply: str | None = None
     """FILE.py:FUNCTION that answers the model, or ends the episode; or FILE.py:CLASS, an
@@ -45,22 +46,11 @@ class TurnArgs:
         """See plan.problems."""
         if paid_by(plan.args) and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
-
-    def inspect(self, args, files, rows: list[Row]) -> None:
-        """SettingsError if the function or the chat template cannot be used, or not with these
-        rows. files: inputs.ModelFiles."""
-        if self.reply and any(row.columns.get("chat_template_kwargs") for row in rows):
-            raise SettingsError("rows with chat_template_kwargs take no --reply.")
-        if self.reply:
-            check(args, files.tokenizer, files.ends, files.shape.vocab, rows)
-
-    def engine(self, kind: type, run) -> type:
-        """See run.build_engine."""
-        if not self.reply:
-            return kind
-        inputs, system = run.inputs, run.args.data_args.system
-        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, system)
-        return playing(kind, Episodes(run.args, bridge, run.world, run.log))
+        if self.reply and values_of(plan.args).get("replay_routing"):
+            yield ("--replay_routing is for one turn: of a reply's tokens no experts are known.")
+        if self.reply and plan.shape and plan.shape.kind == "pictures":
+            yield ("--reply is for models that read text alone: --model sees pictures, and answers "
+                   "in one turn.")
 
 
 def paid_by(args) -> set[str]:
@@ -182,8 +172,8 @@ class Bridge:
 
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
-    spec = args.turn_args.reply
-    with closing(ReplyPool([spec], args.reward_args)) as pool:
+    spec = args.parts.turns.reply
+    with closing(ReplyPool([spec], args)) as pool:
         pool.wait()
         check_rows(pool.needs, rows, "reply")
     paid = paid_by(args)
@@ -203,11 +193,26 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
 
 
 @dataclass
+class Turns(Completion):
+    """A completion of several turns, with what was put in between."""
+    turns: list[dict] = field(default_factory=list)  # messages
+
+    def messages(self, text: str) -> list[dict]:
+        """See Completion."""
+        return self.turns
+
+    @property
+    def failed(self) -> bool:
+        """Whether a reply failed. Then the completion has no reward."""
+        return bool(self.turns[-1].get("failed"))
+
+
+@dataclass
 class Episode:
     """A completion that goes on for several turns."""
     number: int  # of the completion
     row: Row
-    completion: Completion
+    completion: Turns
     seed: int
     seen: list[int] = field(default_factory=list)  # how many turns there were at each reply
     worth: float = 0.0  # the reward of its environment so far
@@ -232,8 +237,8 @@ class Episodes:
 
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
-        self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        self.workers = ReplyPool([args.turn_args.reply], args.reward_args)
+        self.max_turns, self.max_tokens = args.parts.turns.max_turns, args.max_tokens
+        self.workers = ReplyPool([args.parts.turns.reply], args)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
         self.pays = "turns" in paid_by(args)  # a turn is paid what reward() grows by
@@ -245,8 +250,6 @@ class Episodes:
 
         complete(requests): the engine's. seed(i, turn): of a turn of completion i.
         """
-        for c in completions:
-            c.turns = []
         episodes = [Episode(i, prompt.row, c, seed(i, 0))
                     for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
         self.mine = set(self.world.mine(range(len(completions))))  # this rank answers them
@@ -299,7 +302,8 @@ class Episodes:
                                      for it, answer in zip(mine, answers, strict=True)])
         for it, reply in zip(episodes, replies, strict=True):
             it.seen.append(len(it.completion.turns))
-            it.completion.failed = bool(reply.error)
+            if reply.error:
+                it.completion.turns[-1]["failed"] = True
             if self.pays and reply.worth is not None:
                 it.completion.turns[-1]["paid"] += reply.worth - it.worth
                 it.worth = reply.worth
@@ -331,26 +335,48 @@ class Episodes:
         return True
 
 
-def playing(kind: type, episodes: Episodes) -> type:
-    """rollout.Engine → one whose completions are episodes."""
-    class Playing(kind):
-        def sample(self, prompts, group, temperature, purpose="train"):
-            samples = super().sample(prompts, group, temperature, purpose)
+class PlayingEngine(Engine):
+    """An engine whose completions are episodes."""
 
-            def seed(i: int, turn: int) -> int:
-                return hash_seed(
-                    self.seed, purpose, samples[i].prompt.position, i % group, turn)
+    def __init__(self, run):
+        super().__init__(run)
+        inputs = run.inputs
+        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab,
+                        run.args.data_args.system)
+        self.episodes = Episodes(run.args, bridge, run.world, run.log)
 
-            with self.log.time("rollout"):
-                episodes.play([s.prompt for s in samples], [s.completion for s in samples],
-                              partial(self.complete, temperature=temperature), seed)
-            return samples
+    def sample(self, prompts, group, temperature, purpose="train"):
+        """See Engine."""
+        samples = super().sample(prompts, group, temperature, purpose)
+        for sample in samples:
+            sample.completion = Turns(**vars(sample.completion))
 
-        def close(self):
-            episodes.workers.close()
-            super().close()
+        def seed(i: int, turn: int) -> int:
+            return hash_seed(self.seed, purpose, samples[i].prompt.position, i % group, turn)
 
-    return Playing
+        done = [s.completion for s in samples]
+        with self.log.time("rollout"):
+            self.episodes.play([s.prompt for s in samples], done,
+                               partial(self.complete, temperature=temperature), seed)
+        self.metrics = {"rollout/reply_failed": sum(c.failed for c in done)}
+        return samples
+
+    def close(self):
+        """See Engine."""
+        self.episodes.workers.close()
+        super().close()
+
+
+class EpisodePool(Pool):
+    """Workers of --reward. An episode whose reply failed has no score."""
+
+    def ask(self, items, size=1):
+        """See Pool."""
+        answers = super().ask(items, size)
+        for answer, item in zip(answers, items, strict=True):
+            if item.turns[-1].get("failed"):
+                answer.values, answer.error = [None] * len(self.parts), "its episode failed"
+        return answers
 
 
 def append(c: Completion, ids, logprobs, sampled: bool) -> None:

@@ -17,15 +17,12 @@ import texts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from house import kept, module, needs
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
+from settings import changed
 from shapes import shape_of
 from tools import float64
-
-sft = module("sft")
-trial = module("parts.trial.trial")
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 
@@ -80,7 +77,7 @@ def test_the_plan_counts_a_larger_teacher():
     small, large = (shape_of(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B"))
 
     def total(teacher=None, **flags):
-        made = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
+        made = plan.Plan(changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
         found = TeacherMemory(made, replace(small, reference=teacher), 80 * plan.GIB)
         return found.parts, {phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
@@ -103,13 +100,15 @@ SMALL = dict(update_tokens=256, score_tokens=256, max_tokens=24, max_prompt_toke
 def arguments(**flags):
     values = dict(teacher="x", dtype="float64", lr=1e-3, group=4, max_grad_norm=0.0,
                   update_tokens=1 << 20, score_tokens=1 << 20, max_tokens=24)
-    return plan.changed(distill.Args(), **values | flags)
+    return changed(distill.Args(), **values | flags)
 
 
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
     found, shipped = {}, head.divergence
-    for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
+    import sft  # this test alone needs these two
+    from parts.trial import trial
+    for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
             model.build(model.LogprobModel, folder, world, args.model_args),
@@ -129,7 +128,6 @@ def tried(world, folder: str) -> dict[str, tuple]:
     return found
 
 
-@needs("sft", "trial")
 def test_the_worst_case_has_the_divergence_too(tmp_path):
     """Its head is called again in the backward: the teacher's must be whole there."""
     float64.make(str(tmp_path), 64)
@@ -147,7 +145,7 @@ def test_what_teaches_nothing_is_refused():
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)
     prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
-    for flag in kept(["replay_routing"]):
+    for flag in ["replay_routing"]:
         assert "no experts for the prompts of --teacher_prompt" in broken(**{flag: True}, **prompt)
     assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
     assert "--eval_data needs --reward" in broken(eval_data="tiny")

@@ -23,6 +23,7 @@ from dist import World
 from model_files import shape_from
 from parts.experts import experts
 from ranks import results
+from settings import changed
 from shapes import shape_of
 from tools import float64
 
@@ -163,7 +164,7 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
 def test_a_run_asks_its_engine_for_them(monkeypatch):
     monkeypatch.setattr(experts, "mixing", lambda *given: given)
     for replays in True, False:
-        args = plan.changed(grpo.Args(), replay_routing=replays)
+        args = changed(grpo.Args(), replay_routing=replays)
         assert experts.Mixture.engine(None, "kind", args, None) == ("kind", replays)
 
 
@@ -184,13 +185,13 @@ def test_the_load_of_a_layer():
     (dict(freeze_router=True), None), (dict(replay_routing=True), None)])
 def test_refusals(folder, flags, words):
     shape = shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))
-    args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
+    args = changed(grpo.Args(), **dict(lr=1e-3) | flags)
     found = plan.problems(args, 1, shape=shape)
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
 
 def test_a_dense_model_has_no_router():
-    args = plan.changed(grpo.Args(), lr=1e-3, freeze_router=True)
+    args = changed(grpo.Args(), lr=1e-3, freeze_router=True)
     found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == 1 and found[0].startswith("--freeze_router needs a model with experts.")
 

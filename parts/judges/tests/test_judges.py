@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+import fakes
 import rewards
 import verifiers
 import worker
 from examples import countdown, formats, gsm8k, kk, tiny
 from parts.judges import waiting
 from parts.judges.pool import JudgePool
+from settings import changed
 from test_rewards import (  # noqa: F401
     KK,
     ROOT,
@@ -100,12 +102,16 @@ def test_arithmetic_agrees_with_python(text):
 
 # ---- rewards that wait
 
+def pool(specs, args, retries=0):
+    return JudgePool(specs, changed(args, reward_retries=retries))
+
+
 def score(specs, items, group=1, retries=0, **more):
-    return scored(specs, items, group, make=partial(JudgePool, retries=retries), **more)
+    return scored(specs, items, group, make=partial(pool, retries=retries), **more)
 
 
 def test_a_coroutine_of_a_group_is_one_call(own):  # noqa: F811
-    group_of(own, "async def", partial(JudgePool, retries=0))
+    group_of(own, "async def", pool)
 
 
 def test_coroutines_and_others_are_added_up(own):  # noqa: F811
@@ -117,9 +123,10 @@ def test_coroutines_and_others_are_added_up(own):  # noqa: F811
         "    client.append(asyncio.get_running_loop())\n"
         "    return client[0] is client[-1] and not client[0].is_closed()")
     specs = [f"own.py:{name}" for name in ("trl", "g", "alone")]
-    assert rewards.check(specs) == ([["trl", "level"]], ["trl", "alone"])
+    assert rewards.check(specs, fakes.args()) == ([["trl", "level"]], ["trl", "alone"])
     items = [item(text, level=2) for text in ("a", "b", "bb", "b")]
-    assert parts(score(specs, items, 2, workers=1)) == [(1, 3, 1), (1, 3, 1), (2, 3, 1), (1, 3, 1)]
+    assert parts(score(specs, items, 2, workers=1)) == [
+        (1, 3, 1, 0), (1, 3, 1, 0), (2, 3, 1, 0), (1, 3, 1, 0)]  # the last: retries
 
 MEETING = """
 open = most = 0
@@ -224,7 +231,7 @@ def test_the_judge_behind_a_server(monkeypatch, capfd):
         scores = score([f"{ROOT}/examples/judge.py:judge"], texts, workers=1, retries=1,
                        timeout=60.0)
         server.shutdown()
-    assert [(s.total, s.retries) for s in scores] == [(0.5, 0), (0.5, 1), (None, 1)]
+    assert [(s.total, s.parts["retries"]) for s in scores] == [(0.5, 0), (0.5, 1), (None, 1)]
     assert "no grade from 0 to 10 for correct, complete, brief" in scores[2].error
     assert "4 calls, 400 tokens read, 36 written" in capfd.readouterr().out
     assert {asked[:3] for asked in Server.asked} == {("/v1/chat/completions", "Bearer k", "m")}

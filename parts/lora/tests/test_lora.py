@@ -19,6 +19,7 @@ from families import ROOT
 from model_files import shape_from
 from parts.lora import lora
 from ranks import results, script
+from settings import changed
 from shapes import shape_of
 
 
@@ -87,10 +88,8 @@ def test_vllm_serves_the_adapter(found):
 
 def started(world, folder: str) -> dict:
     """The parameters of a bfloat16 model with new adapters, whole, and their own dtypes."""
-    weights = model.ModelArgs(dtype="bfloat16")
-    kind = lora.adapted(model.LogprobModel, lora.LoraArgs(4))
-    module = model.build(kind, folder, world, weights, seed=7)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs())
+    policy = families.trainer_of(folder, world, dtype="bfloat16", lora_rank=4)
+    module = policy.module
     return {n: (p.dtype, n in policy.parameters, p.detach().full_tensor().float().numpy())
             for n, p in module.named_parameters()}
 
@@ -116,12 +115,12 @@ def test_adapters_start_alike_on_any_layout(tmp_path):
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_the_plan_counts_the_adapters(tmp_path, name):
     families.make(name, str(tmp_path))
-    lm, args = model.skeleton(str(tmp_path)), plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
+    lm, args = model.skeleton(str(tmp_path)), changed(grpo.Args(), lora_rank=4, lr=1e-3)
     shape = shape_from(lm)
-    lora.put_in(lm, args.lora_args, torch.float32)
+    lora.put_in(lm, args.parts.lora, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
     assert not plan.problems(args, 1, shape=shape)
-    assert args.lora_args.added(shape) == sum(sizes) > 0
+    assert args.parts.lora.added(shape) == sum(sizes) > 0
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
 
 
@@ -134,7 +133,7 @@ def test_the_plan_counts_the_adapters(tmp_path, name):
      "adapter. Would work: --lora_sync merged, which needs none."),
     (dict(lora_rank=600, lora_sync="merged"), None)])
 def test_refusals(options, sentence):
-    args = plan.changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
+    args = changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
     found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == bool(sentence) and (not sentence or sentence in found[0])
 
@@ -142,7 +141,7 @@ def test_refusals(options, sentence):
 def test_a_model_without_linear_layers_is_refused(tmp_path):
     families.make("GPT-2", str(tmp_path))
     shape = shape_from(model.skeleton(str(tmp_path)))
-    args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
+    args = changed(grpo.Args(), lora_rank=4, lr=1e-3)
     assert plan.problems(args, 1, shape=shape)[0].startswith("--lora_rank finds no")
 
 

@@ -29,14 +29,14 @@ from errors import SettingsError
 from examples import squares
 from house import needs
 from model_files import shape_from
-from parts.pictures import seeing
+from parts.pictures import kinds, seeing
 from parts.pictures.engine import HELD, parts_of
 from parts.pictures.rows import PicturedRow, Pictures
 from rollout import Request
 from test_vision import all_see, config_of, fabricate, look, make_folder, naive, read
 from tracked import ROOT
 
-KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
+KINDS = [kind for kind in kinds.FAMILIES if kind.startswith("qwen")]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -61,14 +61,14 @@ def test_a_picture_whose_side_is_too_long_is_named_with_its_row(folder):
 def test_limits_that_leave_no_size_are_refused(folder):
     for least, most, words in (20, 10, "at least 20 and at most 10"), (0, 3, "at least 4 and at"):
         with pytest.raises(SettingsError, match=words):
-            seeing.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
+            kinds.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
 
 
 def test_a_processor_of_another_model_is_refused(folder):
     config = config_of(folder)
     config.vision_config.patch_size = 16
     with pytest.raises(SettingsError, match="sizes of a patch are not the model's"):
-        seeing.load_eyes("x", str(folder / "split"), config)
+        kinds.load_eyes("x", str(folder / "split"), config)
 
 
 def test_equal_pictures_of_a_group_count_once_in_a_call(folder):
@@ -100,7 +100,7 @@ def test_without_torchvision_a_sentence_says_what_to_install(kind, error, monkey
     config = SimpleNamespace(model_type=kind)
     with pytest.raises(SettingsError, match=f"pictures of a {kind} need torchvision, and its "
                        "import fails .*torchvision.*Would work: pip install torchvision==0.28.0"):
-        seeing.load_eyes("x", "nowhere", config)
+        kinds.load_eyes("x", "nowhere", config)
 
 
 # ---- the trainer ----
@@ -172,7 +172,7 @@ def test_a_folder_as_the_hub_has_it_is_the_same_model(folder):
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.up_proj.weight")
     assert names["model.visual.merger.mlp.0.weight"] == "visual.merger.mlp.0.weight"
-    eyes = [seeing.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
+    eyes = [kinds.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
     assert eyes[0].size == eyes[1].size == {"shortest_edge": 1024, "longest_edge": 128**2}
 
 

@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,24 +35,24 @@ from examples import squares, tiny
 from house import module, needs
 from learning import begin_with, difference
 from model_files import family_of, shape_from
+from parts.pictures import kinds
 from parts.pictures import rows as pictured
-from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from ranks import results, script
 from rewards import Score
+from settings import changed
 from shapes import shape_of
 from tools import float64
 
 distill = module("distill")
 lora = module("parts.lora.lora")
 targets = module("parts.sft.targets")
-trial = module("parts.trial.trial")
 
 GROUP, COMPLETION = 3, 10
 
 
-KINDS = [*seeing.FAMILIES]
+KINDS = [*kinds.FAMILIES]
 LAYERS = dict.fromkeys(KINDS, ("visual.blocks", "language_model.layers")) | {  # tower, text
     "idefics3": ("vision_model.encoder.layers", "text_model.layers")}
 
@@ -106,7 +107,7 @@ def read(folder: Path, *rows: dict, most: int = 0) -> list[data.Row]:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = str(folder / "split")
     make = partial(pictured.make_row, make=data.make_row, folder=pictured.folder_of(
-        f"{folder}/rows.jsonl"), eyes=seeing.load_eyes(
+        f"{folder}/rows.jsonl"), eyes=kinds.load_eyes(
             "x", source, model.config_of(source), 0, most))
     tokenizer = inputs.load_tokenizer("x", source)
     return data.load(f"{folder}/rows.jsonl", tokenizer, data.DataArgs(), make=make)[0]
@@ -151,7 +152,7 @@ def test_ids_pixels_and_positions_are_those_of_transformers(family, row):
 def test_a_picture_of_any_size_has_a_place_for_each_feature(family, size, least, most):
     tiles, source = config_of(family).model_type == "idefics3", str(family / "split")
     least = 0 if tiles else least  # all are scaled to one longest edge
-    eyes = seeing.load_eyes("x", source, config_of(family), least, most)
+    eyes = kinds.load_eyes("x", source, config_of(family), least, most)
     try:
         ids = eyes.ids_of(size)
     except SettingsError as error:  # long and thin
@@ -250,7 +251,7 @@ def test_a_limit_scales_every_picture_down(folder):
     (dict(train_vision=True), None), (dict(lora_rank=4), None), (dict(max_image_tokens=9), None)])
 def test_settings_that_are_refused(folder, flags, words):
     shape = shape_from(model.skeleton(str(folder / "one")))
-    args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
+    args = changed(grpo.Args(), **dict(lr=1e-3) | flags)
     found = plan.problems(args, 1, shape=shape)
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
@@ -273,7 +274,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     tokenizer.chat_template = PARTS
     make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer,
                    marks=texts.marks_of(tokenizer),
-                   eyes=seeing.load_eyes("x", source, model.config_of(source)), folder=folder)
+                   eyes=kinds.load_eyes("x", source, model.config_of(source)), folder=folder)
     columns = {"prompt": "1 <image> 2", "image": "a.png"}
     row = make(columns, args=data.DataArgs(), make=data.make_row)
     assert row.prompt == "[1 ]<image>[ 2]"
@@ -283,7 +284,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     assert tokenizer.decode(row.target[0]) == "[3]<|im_end|>" and row.prompt == "[1 ]<image>[ 2]"
 
 
-@pytest.mark.parametrize("kind", seeing.FAMILIES)
+@pytest.mark.parametrize("kind", kinds.FAMILIES)
 def test_the_tower_is_measured_on_its_layers(kind):
     """What a layer makes of a patch: q, k, v, what attention gives (4 hidden), and of the MLP its
     inner columns, twice with a gate (Qwen2.5-VL), and hidden."""
@@ -314,7 +315,7 @@ def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, n
         setattr(config.vision_config if part else config, name, value)
     with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's, or its "
                        "do_pad or do_resize is off"):
-        seeing.load_eyes("x", source, config)
+        kinds.load_eyes("x", source, config)
 
 
 @pytest.mark.parametrize("teacher, words", [
@@ -323,24 +324,24 @@ def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, n
 def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
-    lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
-    seeing.find_eyes(args, lm.config, source, str(folder / "teacher"))
+    lm, args = model.skeleton(source), changed(distill.Args(), teacher=teacher)
+    kinds.find_eyes(args, lm.config, source, str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
     AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
     with pytest.raises(SettingsError, match=f"--teacher {teacher} {words}"):
-        seeing.find_eyes(args, lm.config, source, str(folder / teacher))
+        kinds.find_eyes(args, lm.config, source, str(folder / teacher))
 
 
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
 def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
-    args = plan.changed(grpo.Args(), lr=1e-3, **flags)
+    args = changed(grpo.Args(), lr=1e-3, **flags)
     found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == 1 and re.search("needs a model that sees|--model sees no pict", found[0])
     read(folder, {"prompt": "q", "image": "a.png"})
     tokenizer = tiny.make_tokenizer()  # a fresh clone has no runs/tiny
     for part in tokenizer, tiny.make_model(tokenizer):
         part.save_pretrained(folder / "plain")
-    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
+    args = changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
     with pytest.raises(SettingsError, match="row 1.*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
@@ -355,7 +356,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
     assert (shape.tower.params, shape.tower.layer) == (
         tower, sum(p.numel() for p in layer.parameters()))
     for trained in False, True:
-        args = plan.changed(grpo.Args(), train_vision=trained)
+        args = changed(grpo.Args(), train_vision=trained)
         parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
         moments.append(parts["moments"][1])
         assert parts["weights"][1] == 4 * shape.params
@@ -431,7 +432,7 @@ def expected(folder: Path, samples, trains: bool) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in lm.named_parameters() if not name.startswith(frozen)}
 
 
-class Spy(model.Policy):
+class Spy:
     """It keeps the gradient of its last step, by name, and whole."""
 
     def step(self, lr):
@@ -440,21 +441,28 @@ class Spy(model.Policy):
         return super().step(lr)
 
 
+def policy_of(folder: Path, world, args):
+    """In float64: a Spy."""
+    own = model.kinds(args, config_of(folder))
+    module = float64.build(own.logprob_model, str(folder / "split"), world, args)
+    return type("Spy", (Spy, own.policy), {})(module, world, args)
+
+
 def updates(world, folder: Path) -> list:
     """[(gradient, parameters afterwards)] of two steps, for frozen towers and trained ones, and
     budgets from one longest row to everything."""
     found, samples = [], fabricate(folder)
     for trains, budget, again in ((False, 1000, False), (True, 1000, False), (True, 90, True),
                                   (False, 90, False)):
-        args = plan.changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
+        args = changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
                             update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
                             train_vision=trains)
-        module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
-        policy = Spy(module, world, args.model_args, args.optimizer_args, args)
+        policy = policy_of(folder, world, args)
         grpo.learn(args, world, policy, samples, lr=1e-3)
         first = policy.gradient
         grpo.learn(args, world, policy, samples, lr=1e-3)
-        after = {name: model.whole(p.detach()).clone() for name, p in module.lm.named_parameters()}
+        after = {name: model.whole(p.detach()).clone()
+                 for name, p in policy.module.lm.named_parameters()}
         found.append((first, after))
     return found
 
@@ -477,43 +485,19 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
     assert difference(start, moved) > 1e-4  # the tower learned
 
 
-def tried(world, folder: Path) -> tuple[list[int], int, int]:
-    """What the tower saw in each forward of the worst case, tiles or patches; those of a picture;
-    tokens of a row with one."""
-    args = plan.changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
-                        score_tokens=480, minibatches=2)
-    module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
-    policy = model.Policy(module, world, args.model_args, args.optimizer_args)
-    rows, saw = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
-    family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
-        lambda tower, given, named: saw.append(len(named.get("pixel_values", *given))),
-        with_kwargs=True)
-    trial.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
-                         row_of=policy.family.largest(rows, trial.text_row))
-    seen = rows[1].pictures
-    return saw, len(seen.eyes.pixels(seen.sources)[0]), len(rows[1].prompt_ids)
-
-
-@needs("trial")
-def test_the_worst_case_has_as_many_pictures_as_fit(family):
-    (saw, picture, row), = results(1, tried, family)
-    assert saw == [picture * (240 // row), picture * (480 // row)] * 2
-
-
 def test_two_rows_with_equal_pictures_share_a_prompt_and_others_do_not(folder):
     samples, row = fabricate(folder)[:4], {"prompt": "q", "image": "a.png"}
     rows = read(folder, row, row, row | {"image": "b.png"}, row)
     for sample, same in zip(samples, rows, strict=True):
-        sample.prompt = data.Prompt(0, same)
+        sample.prompt = data.Prompt(0, replace(same, index=0))
     assert [owner for owner, _, _ in Batch(samples).sizes] == [0, 0, 2, 3]
 
 
 def sharded(world, folder: str) -> list[str]:
-    module = model.build(model.LogprobModel, folder, world, model.ModelArgs())
-    policy = model.Policy(module, world, model.ModelArgs(), model.OptimizerArgs())
+    policy, args = families.trainer_of(folder, world), grpo.Args()
+    module, own = policy.module, model.kinds(args, policy.module.lm.config)
     export_model(policy, folder, f"{folder}-out")
-    critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
-    critic = model.Critic(critic, world, model.ModelArgs(), model.OptimizerArgs())
+    critic = own.critic(model.build(own.value_model, folder, world, args), world, args)
     micro, = Batch(fabricate(Path(folder).parent)).micros(world, [*range(15)], 999, "values")
     assert critic.values(micro).shape == micro.targets.shape
     return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
@@ -581,9 +565,9 @@ def test_a_processor_with_another_chat_template_than_the_tokenizer_is_refused(fo
     split = shutil.copytree(folder / "split", tmp_path / "split")
     lm = model.skeleton(str(split))
     files = inputs.ModelFiles(None, inputs.load_tokenizer("x", str(split)), str(split), lm)
-    seeing.check_template("x", files)
+    kinds.check_template("x", files)
     text = files.tokenizer.chat_template
     (split / "chat_template.jinja").unlink()
     (split / "chat_template.json").write_text(json.dumps({"chat_template": "Other" + text}))
     with pytest.raises(SettingsError, match="no chat_template.json"):
-        seeing.check_template("x", files)
+        kinds.check_template("x", files)

@@ -3,10 +3,8 @@ model in FOLDER, --tp, --lora_rank."""
 import os
 import pickle
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -15,31 +13,13 @@ import torch
 
 import dist
 import families
-import grpo
-import model
-import plan
 import run
 from checkpoint import export_model
-from house import module
-from parts.pictures import engine as pictured
 from parts.pictures import seeing
-from rollout import Engine, EngineArgs, Request
+from rollout import Request
 from test_vision import fabricate, in_float64, naive
 
-lora = module("parts.lora.lora")
-
 HEAT = 0.9  # the temperature
-
-
-def engine_of(folder: str, world, policy, rows, tp: int = 1, kind=Engine) -> Engine:
-    eyes = rows[0].row.pictures.eyes
-    kind = pictured.looking(kind, eyes, [prompt.row for prompt in rows])
-    it = kind(
-        folder, world, EngineArgs(max_num_seqs=16, tp=tp), dtype=torch.float32, max_len=256,
-        seed=0, max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
-        log=SimpleNamespace(time=lambda name: nullcontext(), count=False))
-    it.eyes = eyes
-    return it
 
 
 def gap_to_transformers(world, policy, samples, folder: str) -> tuple[float, float]:
@@ -63,21 +43,15 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     """Three loads of weights, with an update of all that is trained between: gaps of the engine, in
     roundings."""
     world, path = dist.join(120), Path(folder)
-    weights, source, rank = model.ModelArgs(), f"{folder}/{name}", int(rank)
-    adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
-    kind, made_of = model.LogprobModel, model.Policy
-    if rank:
-        kind, _, made_of = lora.kinds(adapters, source, source)
-    module = model.build(kind, source, world, weights)
-    policy = made_of(module, world, weights, model.OptimizerArgs(),
-                     plan.changed(grpo.Args(), train_vision=not rank))
+    source, rank = f"{folder}/{name}", int(rank)
+    flags = {"lora_rank": rank, "lora_sync": "adapter"} if rank else {"train_vision": True}
+    policy = families.trainer_of(source, world, **flags)
     made = fabricate(path)
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
-    engine = engine_of(source, world, policy, rows, int(tp),
-                       lora.taking(Engine, policy.config) if rank else Engine)
+    engine = families.engine_of(source, world, policy, int(tp), rows=[it.row for it in rows])
     found = {"gaps": [], "plain": [], "sampled": 0}
     for step in range(3):
-        engine.bring(policy)
+        engine.load(policy)
         samples = engine.sample(rows, 4, HEAT)
         batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
         export_model(policy, source, f"{out}.{step}")
@@ -105,7 +79,7 @@ def gap(world, policy, batch) -> float:
 
 def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
     """What would be wrong, and what is caught."""
-    engine.load(policy.weights(engine.dtype))
+    engine.load(policy)
     samples = engine.sample(rows, 4, HEAT)
     turned = samples[4:8] + samples[:4]  # equal ids, other pictures
     swapped = families.scored([s.prompt for s in turned], [s.completion for s in samples[:8]])
@@ -122,7 +96,7 @@ def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
     engine.llm.llm_engine.reset_encoder_cache = lambda: None
     engine.sample(rows, 1, 1.0)
     engine.places = None  # vLLM's loader forgets the features of pictures; copies do not
-    engine.load(policy.weights(engine.dtype))
+    engine.load(policy)
     try:
         engine.sample(rows, 1, 1.0)
     except Exception as error:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import fakes
 from house import parts, write_run
-from parts.report import report
-from parts.report.args import ReportArgs
+from parts.report import plug, report
 from tracked import ROOT
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
@@ -98,8 +98,8 @@ def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sen
 def test_a_run_reads_no_more_of_its_samples_at_its_end_than_it_may(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(report, "page", lambda *given, most_read: read.append(most_read) or "")
-    ReportArgs().write(SimpleNamespace(
-        writing=True, folder=tmp_path, decoration=lambda what: nullcontext()))
+    log = SimpleNamespace(writing=True, folder=tmp_path, decoration=lambda what: nullcontext())
+    plug.end(SimpleNamespace(args=fakes.args(), log=log))
     assert read == [report.AT_THE_END] and (tmp_path / "report.html").exists()
 
 

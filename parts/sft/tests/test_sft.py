@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import data
-import house
 import plan
 import sft
 from errors import SettingsError
@@ -19,6 +18,7 @@ from examples import tiny
 from learning import begin_with
 from parts.sft import targets as chats
 from ranks import script
+from settings import changed
 from shapes import shape_of
 from templates import CHAT, ROLE, SAID, template, tokenizer_of, with_traits
 from tracked import ROOT
@@ -28,7 +28,7 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = [tokenizer.eos_token_id] if ends is None else ends
-    args = plan.changed(sft.Args(), **flags)
+    args = changed(sft.Args(), **flags)
     found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
                             make=partial(chats.make_row, eos_ids=ends))
     kept, words = chats.keep(found, str(path), args.max_tokens)
@@ -162,18 +162,18 @@ def test_longer_chats_are_left_out_and_counted(tmp_path):
 
 def test_flags_without_use_are_refused():
     def broken(**flags) -> str:
-        return "\n".join(plan.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1))
+        return "\n".join(plan.problems(changed(sft.Args(), lr=1e-3, **flags), 1))
 
     assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
     assert "--group must be 1" in broken(group=4)
-    for flag in house.kept([{"stop": ("x",)}, {"reply": "x.py:f"}]):  # nobody would listen
+    for flag in [{"stop": ("x",)}, {"reply": "x.py:f"}]:  # nobody would listen
         assert "is for an engine" in broken(**flag)
     assert "--reward needs --eval_data" in broken(reward=("exact",))
     assert broken(temperature=0.7) == (
         "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
         "--eval_temperature.")
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
-    for flag in house.kept(["replay_routing"]):
+    for flag in ["replay_routing"]:
         assert f"--{flag} needs an engine" in broken(**{flag: True})
 
 
@@ -181,7 +181,7 @@ def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
     shape, held_out = shape_of("Qwen2.5-0.5B"), dict(eval_data="tiny")
     for flags, phases, engine in ({}, ["update"], False), (held_out, ["update", "score"], False), (
             held_out | dict(reward=("exact",)), ["update", "score"], True):
-        made = plan.Plan(plan.changed(sft.Args(), **flags), 2, 1000, 100 if flags else 0)
+        made = plan.Plan(changed(sft.Args(), **flags), 2, 1000, 100 if flags else 0)
         assert list(dict.fromkeys(phase.name for phase in made.phases(64))) == phases
         assert (plan.Memory(made, shape, 80 * plan.GIB).parts["engine"][0] > 0) == engine
 
@@ -218,7 +218,7 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     model = tiny.ensure(str(ROOT / "runs"))
     done = script(ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-        --eval_every 1 --save_every 1""".split(), *house.QUIET, *flags, cwd=tmp_path)
+        --eval_every 1 --save_every 1""".split(), "--no-report", *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
         script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]

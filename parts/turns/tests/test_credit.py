@@ -8,6 +8,7 @@ over all groups of 2 or 3 of them is a sum.
 import itertools
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,15 @@ import data
 import flags
 import grpo
 import plan
-from batch import Batch, Completion, Micro, Sample
+from batch import Batch, Micro, Sample
 from errors import SettingsError
+from parts.turns.turn_credit import turns_of
+from parts.turns.turns import Turns
 from rewards import Score
+from settings import changed
 from test_losses import F64, close, gradient, variant
 
+CREDIT = "parts/turns/turn_credit.py:turn_credit"
 TURNS = [(2,), *itertools.product((0, 1), (0, 1, 2))]  # all that a turn may be
 OVER = [(2,), (1, 1)]  # after these first turns the environment ends the episode
 EPISODES = [(one,) if one in OVER else (one, two) for one in TURNS
@@ -49,9 +54,9 @@ class World:
                 ids, sampled = [*ids, *turn, 9], [*sampled, *[True] * len(turn), False]
             turns = [{"role": "assistant", "paid": x} for x in paid]
             samples.append(Sample(
-                data.Prompt(0, data.Row(0, "", [5], None, {}, "")), Completion(
+                data.Prompt(0, data.Row(0, "", [5], None, {}, "")), Turns(
                     np.array(ids[:-1], np.int32), np.zeros(len(ids) - 1, np.float32), False,
-                    np.array(sampled[:-1]), turns), "", Score(sum(paid) + end, {}, None)))
+                    np.array(sampled[:-1]), turns=turns), "", Score(sum(paid) + end, {}, None)))
         self.batch = Batch(samples)
 
     def logprobs(self):
@@ -78,10 +83,11 @@ class World:
         lengths = batch.tokens[index]
         row = torch.arange(len(index)).repeat_interleave(lengths)
         place = torch.cat([batch.places[i] for i in index.tolist()])
-        turn, paid, engine = (x[place] for x in batch.turns())
+        engine = batch.engine_logprobs[place]
+        many = SimpleNamespace(samples=[batch.samples[i] for i in index.tolist()])
         A = estimate(batch.rewards[index], G, scored=torch.ones(len(index), dtype=torch.bool),
-                     eps=0.0, parts={}, trained=None, row=row, lengths=lengths, turn=turn,
-                     turn_rewards=paid, old_logprobs=engine, engine_logprobs=engine)
+                     eps=0.0, parts={"turns": (1.0, None)}, trained=None, row=row, lengths=lengths,
+                     batch=many, old_logprobs=engine, engine_logprobs=engine)
         weight = torch.zeros(len(self.logprobs()), dtype=F64).index_add(0, place, A * chance[row])
         return gradient(weight @ self.logprobs() / G, self.theta)
 
@@ -92,7 +98,7 @@ class World:
 
 
 def turn_credit():
-    return flags.own("advantage", variant("turn_credit")).function
+    return flags.own("advantage", CREDIT).function
 
 
 @cache
@@ -122,16 +128,16 @@ def batch_of(*masks: str, paid=None, text: str = "") -> Batch:
         if turns:  # a reply may take any role
             turns.insert(1, {"role": "assistant", "content": "put in"})
         samples.append(Sample(
-            data.Prompt(p // 2, data.Row(p // 2, "", [1, 2], None, {}, "")), Completion(
+            data.Prompt(p // 2, data.Row(p // 2, "", [1, 2], None, {}, "")), Turns(
                 np.arange(n, dtype=np.int32), np.arange(n, dtype=np.float32) - 9, False,
-                np.array([x == "s" for x in mask]), turns), text, Score(1.0 + p, {
+                np.array([x == "s" for x in mask]), turns=turns), text, Score(1.0 + p, {
                     "turns": 1.0 + p, "exact": 0.0}, None)))
     return Batch(samples)
 
 
 def test_the_turns_of_tokens_and_what_they_were_paid():
     batch = batch_of("ss..s", "s", ".s.ss.s", "sss", paid=[[0.5, -1], [], [1, 2, 3], [0]])
-    turn, paid, engine = batch.turns()
+    (turn, paid), engine = turns_of(batch), batch.engine_logprobs
     assert [x.tolist() for x in batch.split(turn)] == [[0, 0, 1], [0], [0, 1, 1, 2], [0, 0, 0]]
     assert [x.tolist() for x in batch.split(paid)] == [
         [0, 0.5, -1], [0], [1, 0, 2, 3], [0, 0, 0]]
@@ -140,10 +146,13 @@ def test_the_turns_of_tokens_and_what_they_were_paid():
 
 
 SEES = '''import torch
+from parts.turns.turn_credit import turns_of
 PER = "{per}"
 
-def f(rewards, group, *, scored, row, lengths, turn, turn_rewards, old_logprobs, engine_logprobs,
+def f(rewards, group, *, scored, row, lengths, parts, batch, old_logprobs, engine_logprobs,
       **others):
+    turn, turn_rewards = turns_of(batch)
+    turn_rewards = parts["turns"][0] * turn_rewards if "turns" in parts else 0 * turn_rewards
     assert row.tolist() == torch.arange(4).repeat_interleave(lengths).tolist()
     assert len(turn) == len(turn_rewards) == len(old_logprobs) == len(engine_logprobs) == len(row)
     return {result}
@@ -157,7 +166,7 @@ def advantages(tmp_path, per: str, result: str, batch: Batch, reward=("turns:0.5
     code = SEES.replace("arange(4)", f"arange({len(batch.samples)})")
     path = tmp_path / f"sees_{len([*tmp_path.iterdir()])}.py"
     path.write_text(code.format(per=per, result=result or None))
-    args = plan.changed(grpo.Args(), advantage=f"{path}:{name}", group=2, reward=reward)
+    args = changed(grpo.Args(), advantage=f"{path}:{name}", group=2, reward=reward)
     assert args.needs_old_logprobs == (name == "f")
     old = torch.arange(int(batch.tokens.sum())).float()
     return grpo.compute_advantages(args, batch, batch.tokens, old, None)
@@ -197,12 +206,12 @@ def test_a_file_that_returns_something_else_is_refused(per, result, words, tmp_p
 
 def test_one_advantage_a_completion_is_asked_for_in_vain():
     """gmpo has one ratio for a completion. It is known before anything loads."""
-    flags = dict(advantage=variant("turn_credit"), loss=variant("gmpo"), reward=("turns",),
+    flags = dict(advantage=CREDIT, loss=variant("gmpo"), reward=("turns",),
                  reply="examples/doors.py:Doors")
-    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1)
+    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **flags), 1)
     assert "turn_credit.py:turn_credit has an advantage for each token" in found
     flags |= dict(loss="gspo")
-    assert plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1) == []
+    assert plan.problems(changed(grpo.Args(), lr=1e-6, **flags), 1) == []
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -213,8 +222,9 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
     (dict(name="pass_at_k", group=3), "draws 4 of a group: --group must be at least 5 (got 3)"),
     (dict(name="pass_at_k", overlong_buffer=8), "--overlong_buffer subtracts from them")])
 def test_settings_that_do_not_fit_are_one_sentence(flags, words):
-    flags["advantage"] = variant(flags.pop("name"))
-    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1)
+    name = flags.pop("name")
+    flags["advantage"] = CREDIT if name == "turn_credit" else variant(name)
+    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **flags), 1)
     assert words in found
 
 

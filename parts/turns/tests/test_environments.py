@@ -5,25 +5,24 @@ import os
 import subprocess
 import sys
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 
 import data
+import fakes
 import ranks
 from errors import SettingsError
 from examples import tiny
 from faults import Attempt, differences, metrics
 from log import read
 from parts.turns import turns
+from parts.turns.paid import environment
 from parts.turns.replies import Move
-from parts.turns.replies import paid as environment
 from parts.turns.turns import ReplyPool, said
-from rewards import RewardArgs
-from test_losses import variant
 from test_turns import ALONE, END, bridge, play
 from tracked import ROOT
 
+CREDIT = ROOT / "parts/turns/turn_credit.py:turn_credit"
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
 CLASS = """
 import os, random
@@ -130,8 +129,7 @@ def test_every_rank_has_the_same_episodes(spec, tmp_path):
     (CLASS.replace("def reward", "def value"), "turns", "--reward turns needs a class with")])
 def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
     (tmp_path / "dice.py").write_text(code)
-    args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/dice.py:Dice"), reward=(reward,),
-                           reward_args=RewardArgs(1), data_args=data.DataArgs())
+    args = fakes.args(reply=f"{tmp_path}/dice.py:Dice", reward=(reward,), reward_workers=1)
     rows = [data.Row(0, "q", [5], str(tmp_path), {"kind": "plain"}, "")]
     with pytest.raises(SettingsError, match=words):
         turns.check(args, bridge().tokenizer, [END], tiny.VOCAB, rows)
@@ -158,7 +156,8 @@ def test_one_worker_answers_many_at_once_and_each_alone_if_it_ends(tmp_path, ans
     (tmp_path / "waits.py").write_text(ASYNC)
     moves = [Move({"prompt": "q", "answer": answer}, i, [said("a")], []) for i, answer in
              enumerate(answers)]
-    with closing(ReplyPool([f"{tmp_path}/waits.py:reply"], RewardArgs(1, 20.0))) as pool:
+    args = fakes.args(reward_workers=1, reward_timeout=20.0)
+    with closing(ReplyPool([f"{tmp_path}/waits.py:reply"], args)) as pool:
         pool.wait()
         found = [answer.values[0] for answer in pool.ask(moves, homes=[*range(4)])]
     assert [it and it[0]["content"] for it in found] == expected
@@ -181,7 +180,8 @@ def test_an_episode_of_the_lake_is_the_librarys():
     gymnasium = pytest.importorskip("gymnasium")
     grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
     row = {"map": grid, "slippery": True}
-    with closing(ReplyPool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0))) as pool:
+    args = fakes.args(reward_workers=2, reward_timeout=60.0)
+    with closing(ReplyPool([f"{EXAMPLES}/frozen_lake.py:Lake"], args)) as pool:
         pool.wait()
         for seed in range(20):
             env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0
@@ -223,7 +223,7 @@ class Rolls:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["environment", f"turns --advantage {variant('turn_credit')}"])
+@pytest.mark.parametrize("flags", ["environment", f"turns --advantage {CREDIT}"])
 def test_killed_in_the_middle_of_episodes_and_resumed(flags, tmp_path):
     (tmp_path / "rolls.py").write_text(ROLLS)
 

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 import data
+import fakes
 import texts
 from errors import SettingsError
 from parts.turns import turns
 from parts.turns.replies import Move, messages
 from parts.turns.turns import said
-from rewards import RewardArgs
 from templates import tokenizer_of
 from tracked import ROOT
 from worker import load_file
@@ -116,8 +116,7 @@ def test_thoughts_that_a_template_keeps_for_tools_alone(monkeypatch):
     """Qwen3 keeps a turn as it was where a tool answers it, and rewrites it where a user does."""
     monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
         wait=lambda: None, close=lambda: None, needs=[], methods=[]))
-    args = SimpleNamespace(turn_args=turns.TurnArgs("r.py:f"), reward_args=None, reward=(),
-                           data_args=data.DataArgs())
+    args = fakes.args(reply="r.py:f", reward=())
     tokenizer = tokenizer_of(*FAMILIES["qwen3"][1:3])
     rows = [data.Row(0, "q", [5], "a", columns, "") for columns in ({}, {"tools": [{}]})]
     assert turns.check(args, tokenizer, [0], 10**6, rows)
@@ -178,7 +177,8 @@ def test_rows_get_the_schemas(tmp_path, monkeypatch, capsys):
 def test_a_worker_answers_calls(tmp_path, monkeypatch):
     """vLLM is imported within the limits of a worker, and before its first reply."""
     example(tmp_path, monkeypatch, "qwen2.5")
-    with closing(turns.ReplyPool([f"{FILE}:answer"], RewardArgs(1, 3.0))) as pool:
+    args = fakes.args(reward_workers=1, reward_timeout=3.0)
+    with closing(turns.ReplyPool([f"{FILE}:answer"], args)) as pool:
         pool.wait()
         found, = pool.ask([Move({}, 0, [said(hermes(TWO[0]))], [])], homes=[0])
     assert found.values[0][0]["content"] == "84", found.error

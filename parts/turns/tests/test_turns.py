@@ -13,16 +13,17 @@ import pytest
 
 import batch
 import data
+import fakes
 import families
 import ranks
 import rollout
-from batch import Completion, Sample
+from batch import Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
 from learning import begin_with
 from parts.turns import turns
 from parts.turns.replies import messages
-from rewards import Answer, RewardArgs, score_samples
+from rewards import Answer, Pool, score_samples
 from templates import with_traits
 from texts import reader
 from tracked import ROOT
@@ -110,8 +111,8 @@ class FakeEngine:
         rng = np.random.default_rng([r.seed, *r.prompt_ids])
         ids = rng.integers(3, tiny.VOCAB, int(rng.integers(1, 6))).astype(np.int32)
         ids[-1] = ids[-1] if rng.random() < 0.3 else END
-        made = Completion(ids[:r.room], -rng.random(len(ids[:r.room])).astype(np.float32),
-                          len(ids) > (r.room or ROOM))
+        made = turns.Turns(ids[:r.room], -rng.random(len(ids[:r.room])).astype(np.float32),
+                           len(ids) > (r.room or ROOM))
         self.asked.setdefault(r.seed // 10, []).append(r)
         self.gave.setdefault(r.seed // 10, []).append(copy.deepcopy(made))
         return made
@@ -119,8 +120,8 @@ class FakeEngine:
 
 def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="a", reward=()):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
-    args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=room,
-                           reward_args=RewardArgs(2, timeout), reward=reward)
+    args = fakes.args(reply=spec, max_turns=max_turns, max_tokens=room, reward_workers=2,
+                      reward_timeout=timeout, reward=reward)
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], answer, {"kind": kind}, ""))
                for i, kind in enumerate(kinds)]
     engine, said, seed = FakeEngine(), [], lambda i, turn=0: 10 * i + turn
@@ -175,6 +176,13 @@ def test_a_turns_prompt_begins_with_all_ids_before_it(played):
         assert len({r.seed for r in asked}) == len(asked)
 
 
+class Sure(Pool):
+    """Its reward is 1."""
+
+    def ask(self, items, size=1):
+        return [Answer([1.0], None) for _ in items]
+
+
 def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     prompts, done, engine, said = played
     kinds = dict(zip(KINDS, done, strict=True))
@@ -190,15 +198,15 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert len(said) == 1 and "because of --reply; it is counted (printed once)" in said[0]
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
-    scorer = SimpleNamespace(
-        groups=False, flag="reward", parts=[Part("r", 1.0, None)], unanswered=0,
-        progress={}, ask=lambda items, size: [Answer([1.0], None) for _ in items])
+    scorer = object.__new__(type("Scorer", (turns.EpisodePool, Sure), {}))
+    vars(scorer).update(groups=False, parts=[Part("r", 1.0, None)], unanswered=0, warned=True,
+                        progress={})
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
         engine=SimpleNamespace(text=reader(TOKENIZER, [EOT, END]))), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = batch.sample_metrics(samples, 1.0)
-    assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
+    assert metrics["rollout/unscored"] == len(FAILING)
     assert metrics["rollout/turns_mean"] == np.mean([len(g) for g in engine.gave.values()])
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
 
@@ -222,7 +230,7 @@ def test_a_turn_that_is_cut_ends_its_episode(played):
 def test_one_token_must_have_room_after_a_reply(n, reply, goes_on, cut):
     """What ends by itself at exactly --max_tokens is whole."""
     old = 4 if reply else n
-    c = Completion(np.zeros(old, np.int32), np.zeros(old, np.float32), False, turns=[])
+    c = turns.Turns(np.zeros(old, np.int32), np.zeros(old, np.float32), False)
     it = SimpleNamespace(max_tokens=10)
     assert turns.Episodes.goes_on(it, c, reply, [1] * (n - old)) == goes_on
     assert c.truncated == cut
@@ -288,9 +296,8 @@ def test_the_examples_answer_the_last_words_of_the_model():
     ("def reply(row, turns): return None", "system, user .*only user")])
 def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, words):
     (tmp_path / "own.py").write_text(code)
-    args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/own.py:reply"),
-                           reward_args=RewardArgs(1), reward=(),
-                           data_args=data.DataArgs(system="Be kind."))
+    args = fakes.args(reply=f"{tmp_path}/own.py:reply", reward_workers=1, reward=(),
+                      system="Be kind.")
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
         turns.check(args, with_template(LLAMA2), [END], tiny.VOCAB, [row])
@@ -310,6 +317,7 @@ def test_real_episodes_are_those_of_the_trainer(real):
     """A wrong id in what was asked, or a log-prob at a wrong place, would be a gap."""
     for s in real["samples"]:
         assert s["failed"] == (s["kind"] in ("raise", "hang") and not s["truncated"]), s["turns"]
+    assert real["reply_failed"] == sum(s["failed"] for s in real["samples"]) > 0
     assert real["seeds"] == real["turns"] > len(real["samples"])  # a stream for every turn
     assert {s["kind"] for s in real["samples"] if not s["truncated"]} == {
         "plain", "raise", "tools", "hang"}

@@ -14,28 +14,26 @@ from transformers import AutoTokenizer
 import data
 import dist
 import families
-import model
+import part
 from batch import Batch
-from parts.turns.turns import Bridge, Episodes, TurnArgs, playing
-from rewards import RewardArgs, Score
-from rollout import Engine, EngineArgs
+from rewards import Score
+from rollout import Engine
 
 
 def main(folder: str, reply: str, out: str) -> None:
-    world, weights, tokenizer = dist.join(120), model.ModelArgs(), AutoTokenizer.from_pretrained(
-        folder)
-    policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
-                          model.OptimizerArgs())
-    log = SimpleNamespace(time=lambda name: nullcontext(), count=False, say=lambda text: None)
-    args = SimpleNamespace(
-        turn_args=TurnArgs(reply, 4), max_tokens=240, reward_args=RewardArgs(1, 3.0),
-        reward=())
-    episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)
-    engine = playing(Engine, episodes)(
-                    folder, world, EngineArgs(), dtype=torch.float32, max_len=640, max_tokens=240,
-                    eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
-                    tokenizer=tokenizer)
-    engine.load(policy.weights(engine.dtype))
+    world, tokenizer = dist.join(120), AutoTokenizer.from_pretrained(folder)
+    policy = families.trainer_of(
+        folder, world, reply=reply, max_turns=4, max_tokens=240, reward_workers=1,
+        reward_timeout=3.0, reward=())
+    run = SimpleNamespace(
+        world=world, dtype=torch.float32, policy=policy, reference=None, critic=None,
+        args=policy.args,
+        log=SimpleNamespace(time=lambda name: nullcontext(), say=lambda text: None),
+        inputs=SimpleNamespace(
+            source=folder, tokenizer=tokenizer, ends=[0, 2], kv_cache=2**28, rows=[], eval_rows=[],
+            plan=SimpleNamespace(longest=640), shape=SimpleNamespace(vocab=320)))
+    engine = part.extended("engine", Engine, run)(run)
+    engine.load(policy)
     seeds, generate = [], engine.generate
 
     def noted(requests, temperature):
@@ -60,6 +58,7 @@ def main(folder: str, reply: str, out: str) -> None:
     if world.rank == 0:
         Path(out).write_text(json.dumps({
             "seeds": len({*seeds}), "turns": len(seeds), "gap": gap, "rounding": rounding,
+            "reply_failed": engine.metrics["rollout/reply_failed"],
             "samples": [dict(truncated=s.completion.truncated, failed=s.completion.failed,
                              turns=s.completion.turns, kind=s.prompt.row.columns["kind"])
                         for s in samples]}))

@@ -7,6 +7,7 @@ The policy decides how many turns there are. The mean is over *all* others, so i
 that i did. MT-GRPO (https://arxiv.org/abs/2505.11821) has a mean of each turn's reward, and sums:
 that is biased, https://github.com/verl-project/verl/issues/7244.
 """
+import numpy as np
 import torch
 
 import losses
@@ -14,7 +15,10 @@ import losses
 PER, LEAST = "token", 2
 
 
-def turn_credit(rewards, group, *, scored, eps, row, turn, turn_rewards, **others):
+def turn_credit(rewards, group, *, scored, eps, row, batch, parts, **others):
+    weight, _ = parts["turns"]
+    turn, turn_rewards = turns_of(batch)
+    turn_rewards = weight * turn_rewards
     paid = rewards.new_zeros(len(rewards), int(turn.max()) + 1)  # (N, K)
     had = paid.bool()
     had[row, turn] = True
@@ -29,3 +33,15 @@ def refuses(args) -> str | None:
         return "credits what turns are paid, and no --reward counts it: give --reward turns."
     if args.dynamic_sampling:
         return "learns from groups of equal rewards too, and --dynamic_sampling drops them."
+
+
+def turns_of(batch):
+    """Of each sampled token, (M,): the number of its turn; and what the turn was paid, at its last
+    token, else 0."""
+    found = []
+    for c in (s.completion for s in batch.samples):
+        turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
+        paid, pay = np.zeros(len(turn)), [one["paid"] for one in c.turns if "paid" in one]
+        paid[np.flatnonzero(np.diff(turn, append=-1))] = pay or 0
+        found.append((turn, paid))
+    return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]

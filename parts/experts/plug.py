@@ -1,0 +1,35 @@
+"""Mixtures of experts (README.md)."""
+import torch
+
+from errors import SettingsError
+from model import Policy
+from parts.experts import experts
+from parts.experts.experts import ExpertArgs as Flags  # noqa: F401
+from settings import values_of
+
+FAMILIES = dict.fromkeys(experts.NAMES, experts.Mixture)
+
+
+def policy(kind, args, config, trained):
+    return experts.RoutedPolicy if kind is Policy and config.model_type in FAMILIES else None
+
+
+def engine(kind, run):
+    kind = run.policy.module.lm.config.model_type
+    return experts.MixtureEngine if kind in FAMILIES else None
+
+
+def check(args, files, rows):
+    """SettingsError: vLLM needs a GPU for this."""
+    if torch.cuda.is_available() or args.plan_args.plan or (
+            files.lm.config.model_type not in FAMILIES):
+        return
+    flags = values_of(args)
+    if flags["replay_routing"]:
+        raise SettingsError(
+            "--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
+    adapter = flags.get("lora_sync") == "adapter" or (
+        flags.get("lora_sync") == "auto" and flags["dtype"] == "bfloat16")
+    if args.needs_engine and flags.get("lora_rank") and adapter:
+        raise SettingsError("--lora_sync adapter needs a GPU for a model with experts. Would work: "
+                            "--lora_sync merged.")

@@ -1,0 +1,40 @@
+"""LoRA: adapters are trained beside frozen weights (README.md)."""
+import torch
+
+from model import Policy
+from parts.lora import lora
+from parts.lora.lora import LoraArgs as Flags  # noqa: F401
+
+
+def is_on(args) -> bool:
+    """Whether this run trains adapters."""
+    return args.parts.lora.lora_rank > 0
+
+
+def model(kind, args, config, trained):
+    return lora.AdaptedModel if is_on(args) and trained else None
+
+
+def policy(kind, args, config, trained):
+    return lora.AdaptedPolicy if is_on(args) and trained and kind is Policy else None
+
+
+def memory(kind, args):
+    return lora.AdaptedMemory if is_on(args) else None
+
+
+def engine(kind, run):
+    if is_on(run.args) and run.args.parts.lora.in_engine(run.dtype == torch.bfloat16):
+        return lora.TakingEngine
+
+
+def check(args, files, rows):
+    """A rate that is not given: ten times full training's, https://thinkingmachines.ai/blog/lora.
+    """
+    if is_on(args):
+        args.choose_rates(files.shape.params, factor=10)
+
+
+def end(run):
+    if is_on(run.args) and run.args.run_args.export:
+        lora.export(run)

@@ -1,0 +1,35 @@
+"""Models that see pictures (README.md)."""
+from functools import partial
+
+from model import LogprobModel
+from parts.pictures import seeing
+from parts.pictures.engine import LookingEngine
+from parts.pictures.flags import PictureArgs as Flags  # noqa: F401
+from parts.pictures.kinds import NAMES, check_template, find_eyes
+from parts.pictures.rows import folder_of
+from parts.pictures.rows import make_row as make_pictured_row
+
+FAMILIES = dict.fromkeys(NAMES, seeing.Seeing)
+
+
+def make_row(make, args, files, spec):
+    config = files.lm.config
+    if config.model_type not in FAMILIES:
+        return make
+    eyes = find_eyes(args, config, files.folder, files.reference)
+    check_template(args.model, files)
+    return partial(make_pictured_row, make=make, eyes=eyes, folder=folder_of(spec))
+
+
+def model(kind, args, config, trained):
+    if config.model_type in FAMILIES:
+        return seeing.SeeingLogprobModel if kind is LogprobModel else seeing.SeeingModel
+
+
+def policy(kind, args, config, trained):
+    return seeing.Seer if config.model_type in FAMILIES else None
+
+
+def engine(kind, run):
+    sees = run.policy.module.lm.config.model_type in FAMILIES
+    return LookingEngine if sees else None

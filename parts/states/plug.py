@@ -1,0 +1,17 @@
+"""Qwen3.5: layers that keep a state (README.md)."""
+import torch
+
+from errors import SettingsError
+from parts.states.states import Stateful
+
+FAMILIES = {"qwen3_5_text": Stateful}
+
+
+def check(args, files, rows):
+    """SettingsError: vLLM needs a GPU for this."""
+    kind = files.lm.config.model_type
+    if kind in FAMILIES and args.needs_engine and not (
+            torch.cuda.is_available() or args.plan_args.plan):
+        raise SettingsError(
+            f"--model {args.model}: on a CPU vLLM computes a {kind} in bfloat16 alone, and not "
+            "with its prefix cache. Would work: a GPU, or sft.py.")

@@ -1,0 +1,23 @@
+"""Several turns: tools, environments, credit (README.md)."""
+from errors import SettingsError
+from parts.turns import turns
+from parts.turns.turns import TurnArgs as Flags  # noqa: F401
+
+REWARDS = dict.fromkeys(("environment", "turns"), "parts/turns/paid.py")
+
+
+def check(args, files, rows):
+    """SettingsError: the function of --reply, or the chat template, cannot be used with these rows.
+    """
+    if args.parts.turns.reply:
+        if any(row.columns.get("chat_template_kwargs") for row in rows):
+            raise SettingsError("rows with chat_template_kwargs take no --reply.")
+        turns.check(args, files.tokenizer, files.ends, files.shape.vocab, rows)
+
+
+def engine(kind, run):
+    return turns.PlayingEngine if run.args.parts.turns.reply else None
+
+
+def pool(kind, args, waits):
+    return turns.EpisodePool if args.parts.turns.reply else None
