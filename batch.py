@@ -1,7 +1,7 @@
 """batch.py: the global batch, its minibatches, and how micro-batches are packed.
 
     batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
-    minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
+    minibatch → ranks → micro-batches    for memory (balance); this never changes the maths
 
 N completions have M sampled tokens together. What is one number a completion is (N,). What is one
 number a token is (M,): one completion after another. What nobody sampled is in the input, and is no
@@ -16,7 +16,7 @@ All prompts come first, then all completions without their last tokens, which pr
 row's attention is what it was: this changes no log-prob (bench/learn.py).
 """
 import math
-from collections import defaultdict
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -26,8 +26,61 @@ import torch
 import torch.nn.functional as F
 
 from data import Prompt
-from dist import World, balance, share
+from dist import World, pad_to_multiple, share
 from rewards import Score
+
+# ---- rows → micro-batches ----
+
+KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget
+
+# A row's size: its prompt's number, the prompt's tokens p, the completion's tokens c. A micro-batch
+# has each of its prompts once, and completions without their last token, which predicts nothing.
+Size = tuple[int, int, int]
+
+
+def packed_tokens(rows: list[int], sizes: list[Size]) -> int:
+    """What a micro-batch computes."""
+    prompts = {sizes[row][0]: sizes[row][1] for row in rows}
+    return sum(prompts.values()) + sum(sizes[row][2] - 1 for row in rows)
+
+
+def cut(sizes: list[Size], budget: int) -> list[list[int]]:
+    """Rows → micro-batches of row numbers, in order, so that a prompt's rows stay neighbours.
+
+    Each has at most `budget` tokens, and its attention gathers at most KEYS x budget keys.
+    """
+    micros, last, room, keys = [], None, 0, 0
+    for row, (prompt, p, c) in enumerate(sizes):
+        if p + c > budget:
+            raise ValueError(f"row {row} has {p + c} tokens; the budget is {budget}")
+        new = c - 1 if prompt == last else p + c - 1
+        if not micros or new > room or p + c > keys:
+            micros.append([])
+            new, room, keys = p + c, budget, KEYS * budget
+        micros[-1].append(row)
+        last, room, keys = prompt, room - new, keys - p - c
+    return micros
+
+
+def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` tokens.
+
+    Every rank has the same number of them, because FSDP counts collectives; [] is padding alone.
+    There are as few rounds as the budget allows, and a round's micro-batches cost about the same.
+    """
+    rounds = max(1, -(-len(cut(sizes, budget)) // ranks))
+    # The smallest budget that needs no more rounds makes the largest micro-batch small.
+    budgets = range(max((p + c for _, p, c in sizes), default=1), budget)
+    even = bisect_left(budgets, True, key=lambda b: len(cut(sizes, b)) <= rounds * ranks)
+    micros = cut(sizes, budgets[even] if even < len(budgets) else budget)
+    while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):  # a rank has none
+        largest = max((m for m in micros if len(m) > 1), key=lambda m: packed_tokens(m, sizes))
+        micros.remove(largest)
+        micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
+    micros.sort(key=lambda m: packed_tokens(m, sizes), reverse=True)
+    micros = pad_to_multiple(micros or [[]], rounds * ranks, [])
+    return [micros[rank::ranks] for rank in range(ranks)]
+
 
 # ---- packing ----
 
@@ -225,7 +278,7 @@ class Batch:
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
-        self.sizes, last = [], None  # of each row: see dist.Size
+        self.sizes, last = [], None  # of each row: see Size
         for i, sample in enumerate(samples):
             row = sample.prompt.row
             if last != row:  # equal neighbours share a prompt
@@ -336,62 +389,3 @@ class Micro:
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(M,) of the batch → (n,)."""
         return to_device(x[self.places], self.device)
-
-
-GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
-
-
-class Meter:
-    """Means of per-token metrics over the tokens that are added, with the loss's own weights. Its
-    sums stay on the device."""
-
-    def __init__(self, world: World):
-        self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
-        self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
-        self.norms: list[float] = []  # gradient norm of each optimizer step
-        self.skipped = 0  # minibatches without a token in the loss
-        self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
-
-    def add(self, weights, metrics):
-        """One micro-batch: metrics {name: (n,)}, to average with weights (n,)."""
-        self.weight = self.weight + weights.sum()
-        for name, values in metrics.items():
-            values = values.detach().double()
-            self.sums[name] = self.sums[name] + (weights * values).sum()
-            if name == GAP:
-                self.gap_max = torch.cat([self.gap_max, values]).max().view(1)
-
-    def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
-        """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
-        finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
-        out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
-               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
-        sums = [float(x) for x in (self.weight, *self.sums.values())]
-        weight, *sums = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-        for name, value in zip(self.sums, sums, strict=True):
-            over = self.in_loss if name.startswith("loss/") else 0.0  # what is not added has loss 0
-            out[name if "/" in name else prefix + name] = value / (over or weight or 1.0)
-        if GAP in self.sums:
-            out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
-        return out
-
-
-def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Of all completions of a step, which took `seconds` to sample."""
-    done, scores = [s.completion for s in samples], [s.score for s in samples]
-    tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
-    turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
-    metrics = {
-        "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
-        "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / (seconds or math.inf),
-        "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
-        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
-        # The expectation of -log π(token) is the entropy of π, so this needs no logits.
-        "policy/entropy": -sum(float(c.logprobs.sum(dtype=float)) for c in done) / max(1, tokens)}
-    for name in scores[0].parts:
-        values = [s.parts[name] for s in scores if s.parts[name] is not None]
-        if values:
-            metrics[f"reward/{name}"] = float(np.mean(values))
-    if scored and scores[0].parts:  # else there is no --reward
-        metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
-    return metrics

@@ -26,7 +26,6 @@ from log import NotWritten, not_written, read, whole_folder, writing
 from model import Policy, Trained, compute_dtype, skeleton
 from model_files import FILES, config_of, names_in_files, weight_files
 from settings import groups, restored, values_of
-from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
 # The flags of a group may have others, by name: `fixed`.
@@ -136,8 +135,8 @@ def consequences(args, state: dict) -> list[str]:
 
 def kl_coef(args, state: dict) -> float:
     """Of the next step. An adapted one goes on, unless --kl_reward_coef is another one."""
-    given = getattr(args, "kl_reward_coef", 0.0)
-    adapts = getattr(args, "kl_target", None)
+    flags = values_of(args)
+    given, adapts = flags.get("kl_reward_coef", 0.0), flags.get("kl_target")
     return state["kl_coef"] if adapts and given == state["settings"]["kl_reward_coef"] else given
 
 
@@ -170,7 +169,7 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
                             f"Would work: those of before, or another --name.")
     dropped = was.keys() - now.keys() - {"row_digests", "changes"}
     gone = [f"resumed without {name} {words(was[name])}, which is no setting any more"
-            for name in dropped if "code of" not in name]
+            for name in dropped]
     return saved._replace(changed=gone + [
         f"resumed with {'--' if name in flags else ''}{name} {words(now[name])} (was "
         f"{words(was[name])}) from step {saved.state['step'] + 1} on" for name in changed])
@@ -188,8 +187,7 @@ def facts(args, inputs, world: World) -> dict:
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
             "reference_files": digest_of_files(inputs.reference),
-            "precision": str(compute_dtype(args.model_args, world.device)),
-            **code_digests(values_of(args))}
+            "precision": str(compute_dtype(args.model_args, world.device))}
 
 
 def digest(value) -> str:
@@ -214,18 +212,6 @@ def sampled(path: str | Path) -> str:
     with open(path, "rb") as file:
         return digest([size, *(os.pread(file.fileno(), 2**16, start)
                                for start in range(0, size, size // 64 + 1))])
-
-
-def code_digests(flags: dict) -> dict[str, str]:
-    """{"code of --loss FILE.py:NAME": digest} of each such flag."""
-    found = {}
-    for flag, value in flags.items():
-        for spec in value if isinstance(value, tuple) else [value]:
-            file, is_file, _ = str(spec).rpartition(".py:")
-            for path in Path(f"{file}.py"), ROOT / f"{file}.py":
-                if is_file and path.is_file():
-                    found.setdefault(f"code of --{flag} {spec}", sampled(path))
-    return found
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):

@@ -1,4 +1,4 @@
-"""dist.py: ranks: split a list over them, pad, balance, gather, agree; start and end.
+"""dist.py: ranks: split a list over them, pad, gather, agree; start and end.
 
 The global batch is the same list on every rank, and the splits are pure functions of it: ranks
 cannot disagree about who does what.
@@ -9,9 +9,7 @@ import os
 import resource
 import signal
 import sys
-import time
 import traceback
-from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from errors import Mistakes, SettingsError, tell
 
-KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: batch.py
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # one rank; 0: any free port
@@ -54,55 +51,6 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
     values, near = (" or ".join(map(str, sorted(numbers))) for numbers in (values, near))
     raise SettingsError(f"{what} is {n} and {per} is {by}: {n} is not a multiple of {by}. "
                         f"Would work: {what} {values}, or {per} {near}.")
-
-
-# A row's size: its prompt's number, the prompt's tokens p, the completion's tokens c. A micro-batch
-# has each of its prompts once, and completions without their last token, which predicts nothing.
-Size = tuple[int, int, int]
-
-
-def tokens(rows: list[int], sizes: list[Size]) -> int:
-    """What a micro-batch computes."""
-    prompts = {sizes[row][0]: sizes[row][1] for row in rows}
-    return sum(prompts.values()) + sum(sizes[row][2] - 1 for row in rows)
-
-
-def cut(sizes: list[Size], budget: int) -> list[list[int]]:
-    """Rows → micro-batches of row numbers, in order, so that a prompt's rows stay neighbours.
-
-    Each has at most `budget` tokens, and its attention gathers at most KEYS x budget keys.
-    """
-    micros, last, room, keys = [], None, 0, 0
-    for row, (prompt, p, c) in enumerate(sizes):
-        if p + c > budget:
-            raise ValueError(f"row {row} has {p + c} tokens; the budget is {budget}")
-        new = c - 1 if prompt == last else p + c - 1
-        if not micros or new > room or p + c > keys:
-            micros.append([])
-            new, room, keys = p + c, budget, KEYS * budget
-        micros[-1].append(row)
-        last, room, keys = prompt, room - new, keys - p - c
-    return micros
-
-
-def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` tokens.
-
-    Every rank has the same number of them, because FSDP counts collectives; [] is padding alone.
-    There are as few rounds as the budget allows, and a round's micro-batches cost about the same.
-    """
-    rounds = max(1, -(-len(cut(sizes, budget)) // ranks))
-    # The smallest budget that needs no more rounds makes the largest micro-batch small.
-    budgets = range(max((p + c for _, p, c in sizes), default=1), budget)
-    even = bisect_left(budgets, True, key=lambda b: len(cut(sizes, b)) <= rounds * ranks)
-    micros = cut(sizes, budgets[even] if even < len(budgets) else budget)
-    while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):  # a rank has none
-        largest = max((m for m in micros if len(m) > 1), key=lambda m: tokens(m, sizes))
-        micros.remove(largest)
-        micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
-    micros.sort(key=lambda m: tokens(m, sizes), reverse=True)
-    micros = pad_to_multiple(micros or [[]], rounds * ranks, [])
-    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 # ---- the collectives ----
@@ -311,15 +259,8 @@ def run(main, *args):
 
 def say_why(error: BaseException, report):
     """Prints why this rank ends, and tells torchrun. A mistake in the settings has no traceback."""
-    rank = os.environ.get("RANK", "0")
-    if td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
-    said = f"[rank {rank}] failed:\n{traceback.format_exc()}"
+    said = f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):
         said, error = f"error: {error}", error.with_traceback(None)
-    elif ("/gloo/" in str(error) and "by peer" in str(error)
-          and os.environ.get("WORLD_SIZE", "1") != "1"):
-        said = f"[rank {rank}] ends because another rank ended ({error})"
     tell(said, sys.stderr)
     report.record_exception(error)

@@ -15,11 +15,12 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Micro, Sample, sample_metrics
+from batch import Batch, Micro, Sample
 from data import Row
 from dist import World
 from flags import ClipArgs, CommonArgs, parse
 from inputs import show_plan
+from log import Meter, sample_metrics
 from model import Policy, learning_rate
 from parts.distill.divergence import beside
 from parts.distill.teacher import (
@@ -57,9 +58,9 @@ class Args(ClipArgs, CommonArgs):
         """Log-probs, or with --divergence how far they are from the teacher's too."""
         return beside(reference, micro, self.temperature, self.divergence)
 
-    def find_reference(self, files, sketches: str | None):
+    def find_reference(self, files, weights: bool):
         """See CommonArgs."""
-        return find_teacher(self, files, sketches) if self.teacher else files
+        return find_teacher(self, files, weights) if self.teacher else files
 
     def load_rows(self, flag: str, *given, **options) -> list[Row]:
         """See CommonArgs. Rows to train on have the prompts of --teacher_prompt."""

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-
-from batch import EVEN
+from torch import nn
 
 # ---- its sizes, for the plan ----
-#
-# c: bytes of a number in the computation (--dtype).
 
 
 @dataclass
 class Shape:
     """The sizes of a model. Its parameters are counted on the model itself."""
     hidden: int
-    intermediate: int
+    wide: int  # columns of the MLP that a token uses
     layers: int
     heads: int
     kv_heads: int
@@ -32,34 +29,6 @@ class Shape:
     linears: dict  # {name: in + out} of the linear layers of a layer
     reference: "Shape | None" = None  # if it is another model
     kind: ClassVar[str] = "text"
-
-    def layer_bytes(self, c: int, keys: int) -> float:
-        """What a layer keeps for backward, per token. keys: see plan.Phase."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
-        attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
-        return norms + attention + 4 * c * self.wide
-
-    @property
-    def wide(self) -> int:
-        """Columns of the MLP that a token uses."""
-        return self.intermediate
-
-    def cuts(self, ranks: int) -> float:
-        """A rank has at most 1 / cuts of the weights."""
-        return ranks
-
-    def frozen(self, args) -> int:
-        """Parameters that training leaves as they are."""
-        return 0
-
-    def beside(self, c: int, args, update: bool) -> tuple[float, float]:
-        """Of a micro-batch beside the layers: bytes that FSDP gathers, and bytes per token."""
-        return 0.0, 0.0
-
-    def in_engine(self, c: int, tokens: int) -> float:
-        """Bytes of the engine's work beside a text model's."""
-        return 0.0
 
 
 # ---- what it computes, and what its files say ----
@@ -95,24 +64,23 @@ class Family:
         yield name, tensor, first
 
     def shape(self, lm) -> Shape:
-        """The sizes of lm, which needs no weights."""
-        c, text = lm.config.get_text_config(), self.parts(lm)[0]
-        layers, params = Counter(), sum(p.numel() for p in lm.parameters())
+        """The sizes of lm, which needs no weights. Parameters and linear layers are counted on its
+        modules; config.json has the rest."""
+        text, c = self.parts(lm)[0], lm.config.get_text_config()
+        more, params = c.to_dict(), sum(p.numel() for p in lm.parameters())
+        layers = Counter()  # {number of a layer: its parameters}
         for name, p in text.named_parameters():
-            layers[next((part for part in name.split(".") if part.isdigit()), "")] += p.numel()
-        del layers[""]  # of no layer
-        linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
-        linears = {name.rpartition(".")[2]: m.in_features + m.out_features
-                   for name, m in linear.items() if ".0." in name}
-        inner = max((m.in_features for name, m in linear.items()  # layers may differ: Gemma 4
-                     if "mlp" in name and m.in_features != c.hidden_size),
-                    default=getattr(c, "intermediate_size", None))
-        heads = c.num_attention_heads
+            layers.update({n: p.numel() for n in name.split(".") if n.isdigit()})
+        linears = {name: m for name, m in text.named_modules() if isinstance(m, nn.Linear)}
+        wide = [m.in_features for name, m in linears.items()  # layers may differ: Gemma 4
+                if "mlp" in name and m.in_features != c.hidden_size]
+        head_dims = [m.head_dim for m in text.modules() if "head_dim" in vars(m)]
         return Shape(
-            hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
-            intermediate=inner or 4 * c.hidden_size,
-            kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-            head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
-                         default=c.hidden_size // heads),
-            layer=max(layers.values()), root=params - layers.total(), params=params,
-            fused=not getattr(c, "attn_logit_softcapping", None), linears=linears)
+            hidden=c.hidden_size, layers=c.num_hidden_layers, heads=c.num_attention_heads,
+            wide=max(wide, default=more.get("intermediate_size") or 4 * c.hidden_size),
+            kv_heads=more.get("num_key_value_heads") or c.num_attention_heads,
+            head_dim=max(head_dims, default=c.hidden_size // c.num_attention_heads),
+            vocab=c.vocab_size, layer=max(layers.values()), root=params - layers.total(),
+            params=params, fused=not more.get("attn_logit_softcapping"),
+            linears={name.rpartition(".")[2]: m.in_features + m.out_features
+                     for name, m in linears.items() if ".0." in name})

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-import torch
 import tyro
 
 import dist
@@ -127,7 +126,7 @@ def own(flag: str, spec: str) -> Own:
     except Exception as error:  # it is a user's
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
                             f"{error}. Would work: a file that `python {path}` runs.") from error
-    function = getattr(module, name, None)
+    function = vars(module).get(name)
     by_order, by_name = (words.split() for words in TAKES[flag])
     try:
         signature = inspect.signature(function)
@@ -137,27 +136,9 @@ def own(flag: str, spec: str) -> Own:
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last ({why}).") from error
-    if flag == "loss":
-        try_loss(spec, function)
-    return Own(function, getattr(module, "refuses", None), getattr(module, "PER", "completion"),
-               getattr(module, "LEAST", 1), "old_logprobs" in signature.parameters)
-
-
-def try_loss(spec: str, function: Callable):
-    """SettingsError unless a loss returns what it must, for three tokens of two rows."""
-    logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    old, row = logp.detach() - 0.1, torch.tensor([0, 0, 1])
-    try:
-        loss, metrics = function(
-            logp, old, old.sign(), row, n_rows=2, engine_logprobs=old, clip_low=0.2, clip_high=0.2,
-            dual_clip=None, draws=lambda: torch.full((3,), 0.5))
-        shapes = [tuple(x.shape) for x in (loss, *metrics.values())]
-        why = "" if set(shapes) == {(3,)} else f"of three tokens it returns shapes {shapes}"
-    except Exception as error:
-        why = f"of three tokens it raises {type(error).__name__}: {error}"
-    if why:
-        raise SettingsError(f"--loss {spec} must return token_loss (n,) and a dict of metrics "
-                            f"(n,): {why}.")
+    known = {name.lower(): vars(module)[name] for name in ("refuses", "PER", "LEAST")
+             if name in vars(module)}
+    return Own(function, uses_old="old_logprobs" in signature.parameters, **known)
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -320,9 +301,9 @@ class CommonArgs(Flags):
             found[f"the weight of {name}"] = float(weight or 1)
         return found
 
-    def find_reference(self, files, sketches: str | None):
-        """files, an inputs.ModelFiles, with what is needed of a reference model. sketches: see
-        inputs.find_model."""
+    def find_reference(self, files, weights: bool):
+        """files, an inputs.ModelFiles, with what is needed of a reference model. weights: fetch
+        them too."""
         return files
 
     def load_rows(self, flag: str, seed: int, files, notes: list[str],

@@ -25,11 +25,12 @@ import torch
 import dist
 import flags
 import losses
-from batch import Batch, Meter, Sample, sample_metrics
+from batch import Batch, Sample
 from dist import World
 from errors import SettingsError
 from flags import CommonArgs, parse
 from inputs import show_plan
+from log import Meter, sample_metrics
 from model import Policy, learning_rate
 from rewards import parse as parse_rewards
 from rewards import score_samples
@@ -82,6 +83,8 @@ class Args(flags.LossArgs, CommonArgs):
         if self.group == 1 and self.dynamic_sampling:
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")
+        if self.dynamic_sampling and self.plan_args.strict:
+            yield "--strict cannot hold with --dynamic_sampling: give one of them."
         if self.kl_loss_coef and self.kl_reward_coef:
             yield "--kl_loss_coef and --kl_reward_coef must not both be on: set one of them to 0."
         yield from flags.rules(self)
@@ -266,10 +269,10 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, old_logprobs=old_logprobs,
         engine_logprobs=batch.engine_logprobs, batch=batch)
     like = row if own.per == "token" else rewards
-    if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
+    A = torch.as_tensor(A).double()
+    if A.shape != like.shape or not A.isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
                             f"finite numbers: its PER is {own.per}.")
-    A = torch.as_tensor(A).double()
     return A if own.per == "token" else batch.of_rows(A)
 
 

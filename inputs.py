@@ -1,11 +1,11 @@
 """inputs.py: what a run works with, found before weights load: model, tokenizer, rows."""
 import os
+import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from model_files import shape_from
 from part import ask, extended
 from plan import GIB, Plan, Shape, count, problems
 from texts import check_tokenizer, eos_ids
-from verifiers import number_of
 
 
 @dataclass
@@ -41,9 +40,8 @@ class Inputs:
 
 def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
-    with TemporaryDirectory() as sketches:
-        found = read_files(args, args.plan_args.ranks, sketches=sketches)
-    kind = extended("memory", args.memory, args)
+    found = read_files(args, args.plan_args.ranks, weights=False)
+    kind = extended("memory", args.memory, args, found.shape)
     planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     tell("\n  ".join([found.plan.text(), *found.notes]))
@@ -58,7 +56,8 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
         card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
     else:
         free = free_bytes() / local_size
-    planned = extended("memory", args.memory, args)(found.plan, found.shape, card, free)
+    planned = extended("memory", args.memory, args, found.shape)(
+        found.plan, found.shape, card, free)
     found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
@@ -79,20 +78,20 @@ def free_bytes() -> int:
 
 
 def read_files(args, ranks: int, local_size: int | None = None, began: str | None = None,
-               sketches: str | None = None) -> Inputs:
+               weights: bool = True) -> Inputs:
     """SettingsError: all mistakes of the flags; or the first file that is broken; or all that does
     not fit together.
 
-    local_size: see Plan. began: the time for chat templates that ask for it; None: now. sketches:
-    see find_model.
+    local_size: see Plan. began: the time for chat templates that ask for it; None: now. weights:
+    of a model of the hub, fetch them too.
     """
     (needs, waits), notes = check_flags(args, ranks, local_size), []
-    folder, lm, tokenizer = open_model(args.model, "model", sketches)
+    folder, lm, tokenizer = open_model(args.model, "model", weights)
     tokenizer.clock = (datetime.fromisoformat(began) if began else datetime.now()).strftime
     shape = shape_from(lm)
     ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, notes)
     files = ModelFiles(shape, tokenizer, folder, lm, ends)
-    files = args.find_reference(files, sketches)
+    files = args.find_reference(files, weights)
     rows = args.load_rows("data", args.seed, files, notes)
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
@@ -127,16 +126,16 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
 
 def what_is_read(rows: list[data.Row]) -> str:
     """Which columns the run reads, each combination with its number of rows, and the answers that
-    several rows have and that are no number: some data sets write "proof" or "notfound" where there
+    several rows have and that hold no digit: some data sets write "proof" or "notfound" where there
     is no answer."""
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
                               for what, column in row.read.items()) for row in rows)
     words = Counter(str(row.answer) for row in rows if row.read.get("answer"))
     common = [f"{word!r:.40} {n:,} times" for word, n in words.most_common()
-              if n > 1 and number_of(word) is None][:3]
+              if n > 1 and not re.search(r"\d", word)][:3]
     found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
     if common:
-        found.append("answers that are no number: " + ", ".join(common))
+        found.append("answers without a digit: " + ", ".join(common))
     return "; ".join(found)
 
 
@@ -152,11 +151,11 @@ class ModelFiles(NamedTuple):
     reference: str | None = None  # the folder of the reference model; None: it is the same
 
 
-def open_model(name: str, flag: str, sketches: str | None = None):
+def open_model(name: str, flag: str, weights: bool = True):
     """A model's name → (its folder, the model without weights, tokenizer)."""
-    folder = find_model(name, flag, sketches)
+    folder = find_model(name, flag, weights)
     lm = model.skeleton(folder, flag=flag)
-    if not sketches or Path(name).is_dir():
+    if weights or Path(name).is_dir():
         model_files.names_in_files(lm, folder, flag)
     return folder, lm, load_tokenizer(name, folder, flag)
 
@@ -166,25 +165,15 @@ def is_tiny(name: str) -> bool:
     return name.partition(":")[0] == "tiny"
 
 
-def find_model(name: str, flag: str = "model", sketches: str | None = None) -> str:
-    """A model's name → its folder. One that is not here is made or fetched; with `sketches`, where
-    --plan makes models of tiny.py, without weights."""
+def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
+    """A model's name → its folder. One that is not here is made (tiny) or fetched."""
     if not is_tiny(name):
-        return model_files.find(name, flag, weights=not sketches)
+        return model_files.find(name, flag, weights)
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--{flag} {name} is not a model that tiny.py makes; it makes {known}.")
-    folder = tiny.place("runs", task)
-    if Path(folder).is_dir():
-        return folder
-    if sketches:
-        tokenizer = tiny.make_tokenizer()
-        lm = tiny.make(task, tokenizer)
-        for part in lm.config, lm.generation_config, tokenizer:
-            part.save_pretrained(f"{sketches}/{task}")
-        return f"{sketches}/{task}"
     try:
         return tiny.ensure("runs", task)
     except OSError as error:
@@ -223,7 +212,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model or its engine cannot take."""
     found, text = [], config.get_text_config()
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
-    room = getattr(text, "max_position_embeddings", None)
+    room = text.to_dict().get("max_position_embeddings")
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "

@@ -362,6 +362,71 @@ class Log:
                                f"--lr or --max_grad_norm may help")
 
 
+# ---- metrics ----
+
+GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
+
+
+class Meter:
+    """Means of per-token metrics over the tokens that are added, with the loss's own weights. Its
+    sums stay on the device."""
+
+    def __init__(self, world: World):
+        self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
+        self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
+        self.norms: list[float] = []  # gradient norm of each optimizer step
+        self.skipped = 0  # minibatches without a token in the loss
+        self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
+
+    def add(self, weights, metrics):
+        """One micro-batch: metrics {name: (n,)}, to average with weights (n,). SettingsError: one
+        has another shape, as a loss of a file may."""
+        self.weight = self.weight + weights.sum()
+        for name, values in metrics.items():
+            if values.shape != weights.shape:
+                raise SettingsError(f"{name} must have a number for each of {len(weights)} tokens; "
+                                    f"its shape is {[*values.shape]}.")
+            values = values.detach().double()
+            self.sums[name] = self.sums[name] + (weights * values).sum()
+            if name == GAP:
+                self.gap_max = torch.cat([self.gap_max, values]).max().view(1)
+
+    def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
+        """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
+        finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
+        out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
+               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
+        sums = [float(x) for x in (self.weight, *self.sums.values())]
+        weight, *sums = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        for name, value in zip(self.sums, sums, strict=True):
+            over = self.in_loss if name.startswith("loss/") else 0.0  # what is not added has loss 0
+            out[name if "/" in name else prefix + name] = value / (over or weight or 1.0)
+        if GAP in self.sums:
+            out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
+        return out
+
+
+def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
+    """Of all completions of a step, which took `seconds` to sample."""
+    done, scores = [s.completion for s in samples], [s.score for s in samples]
+    tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
+    turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
+    metrics = {
+        "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
+        "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / (seconds or math.inf),
+        "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
+        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
+        # The expectation of -log π(token) is the entropy of π, so this needs no logits.
+        "policy/entropy": -sum(float(c.logprobs.sum(dtype=float)) for c in done) / max(1, tokens)}
+    for name in scores[0].parts:
+        values = [s.parts[name] for s in scores if s.parts[name] is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    if scored and scores[0].parts:  # else there is no --reward
+        metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
+    return metrics
+
+
 # ---- samples: texts, numbers and tokens of completions ----
 
 SHORT = reprlib.Repr()

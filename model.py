@@ -238,11 +238,11 @@ class LogprobModel(Model):
 
     def __init__(self, lm, args):
         super().__init__(lm, args)
-        text = lm.config.get_text_config()
-        self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text.vocab_size)
-        get = partial(getattr, text)
-        self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
-        self.cap = get("final_logit_softcapping", None)  # Gemma 2
+        text = lm.config.get_text_config().to_dict()
+        self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text["vocab_size"])
+        # Cohere's factor, and Granite's divisor.
+        self.scale = text.get("logit_scale", 1.0) / text.get("logits_scaling", 1.0)
+        self.cap = text.get("final_logit_softcapping")  # Gemma 2
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
@@ -260,7 +260,7 @@ class LogprobModel(Model):
     def plain_logits(self, inputs, keep):
         """transformers' own forward of one row, for the comparison before the first step. inputs: a
         packed input of this row. keep: m positions → logits (m, V)."""
-        capped = getattr(self.lm.config, "attn_logit_softcapping", None)
+        capped = self.lm.config.to_dict().get("attn_logit_softcapping")
         text = self.family.parts(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
         logits = self.plain(inputs, keep)

@@ -17,7 +17,6 @@ from family import Family, Shape
 from part import asked
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
-OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 OTHERS = {  # what a folder is that has this file and no config.json
     ".metadata": "this is a checkpoint: tools/export.py makes a model of it",
@@ -80,17 +79,17 @@ def config_of(folder: str, flag: str = "model"):
     """SettingsError: no language model that transformers loads from files. What else it asks for is
     compared when it runs (run.py)."""
     from transformers import AutoConfig
-    check_small_files(folder, flag)
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
-    kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
-    rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
+    kind, classes, said = config.model_type, config.architectures or [], config.to_dict()
+    rope = re.search("dynamic|longrope", str(config.get_text_config().to_dict().get(
+        "rope_parameters")))
     known = family_of(config).architecture
     for what, wrong in (
             (f"model_type {kind}", not known),
             (f"architecture {classes}", classes != [known] * len(classes)),
-            ("quantized weights", hasattr(config, "quantization_config")),
-            ("transformers_weights", getattr(config, "transformers_weights", None)),
+            ("quantized weights", "quantization_config" in said),
+            ("transformers_weights", said.get("transformers_weights")),
             ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
             (f"rotary type {rope and rope[0]}", rope)):  # it would depend on the longest row
         if wrong:
@@ -98,22 +97,6 @@ def config_of(folder: str, flag: str = "model"):
                 f"--{flag} {folder} has {what}, which is not supported. Would work: "
                 f"{', '.join(['a causal language model of transformers', *families()])}.")
     return config
-
-
-def check_small_files(folder: str, flag: str):
-    """SettingsError names one that is empty, cut or of another type."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-    for path in [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]:
-        if OBJECTS.search(path.name):
-            with as_sentence(f"--{flag} {folder}: {path.name} must be a JSON object"):
-                found = json.loads(path.read_text())
-                if not isinstance(found, dict):
-                    raise ValueError(f"it is {str(found)[:40]}")
-        if path.suffix == ".jinja":
-            with as_sentence(f"--{flag} {folder}: {path.name} must be a chat template"):
-                render_jinja_template([], chat_template=path.read_text())  # it compiles it
-                if "messages" not in path.read_text():
-                    raise ValueError("it does not use `messages`")
 
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:

@@ -14,7 +14,7 @@ each of them once, in set-up, and for all parts in the order of their names:
                                             trained: it is no reference model
     engine(kind, run)           the class of the engine (rollout.py)
     pool(kind, args, waits)     the class of the reward workers (rewards.py)
-    memory(kind, args)          the class that plans the memory (plan.py)
+    memory(kind, args, shape)   the class that plans the memory (plan.py) of a model of this shape
     sizes(plan)                 changes the sizes of a step
     check(args, files, rows)    SettingsError: files or rows do not fit its flags. It may set flags
     begin(run), end(run)        before the first step, and after the export

@@ -1,10 +1,12 @@
 """plan.py: memory and sizes of a step, from the settings alone, and what is wrong there.
 
-docs/use/memory_and_machines.md has most of the formulas in words. Each is a bound, but for 2 %.
+docs/use/memory_and_machines.md has most of the formulas in words.
 """
+import math
 from dataclasses import dataclass, replace
 
-from dist import KEYS, assert_divisible
+from batch import EVEN, KEYS
+from dist import assert_divisible
 from errors import SettingsError
 from family import Shape
 from model import HEAD_LOGITS
@@ -39,8 +41,6 @@ class PlanArgs(Flags):
         """See plan.problems."""
         if not self.plan and (self.ranks, self.gpu_gb) != (1, 80.0):
             yield "--ranks and --gpu_gb need --plan."
-        if self.strict and getattr(plan.args, "dynamic_sampling", False):
-            yield "--strict cannot hold with --dynamic_sampling: give one of them."
         for prompts in plan.batches if self.strict else ():
             batch = "--batch" if prompts == plan.args.batch else "a batch of these rows"
             try:
@@ -138,7 +138,7 @@ class Plan:
         if self.n_eval and not a.needs_rollouts:  # rows have their completions
             passes.append(("score", self.n_eval, a.score_tokens))
         # Completions share their prompt's tokens, but each copies the prompt's keys for its
-        # attention: on average less than group + 1 a token. dist.cut allows KEYS a token.
+        # attention: on average less than group + 1 a token. batch.cut allows KEYS a token.
         keys = min(KEYS, a.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -220,7 +220,8 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 # ---- memory ----
 #
 # c: bytes of a number in the computation (--dtype). m: bytes of a trained weight, of its gradient,
-# and of each of its two moments.
+# and of each of its two moments. Each formula is an upper bound of what was measured, and at most a
+# third above it (tests/test_memory_tracker.py).
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
@@ -230,7 +231,7 @@ SCORE_HEAD, UPDATE_HEAD = 2, 5  # float32 matrices (chunk, vocabulary), without 
 
 
 class Memory:
-    """The memory of a rank.
+    """The memory of a rank, by parts.
 
     card: bytes of its GPU; None: it has none, and may use `free` bytes of the machine.
     parts: {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both.
@@ -240,14 +241,9 @@ class Memory:
     def __init__(self, plan: Plan, shape: Shape, card: float | None, free: float = 0.0):
         self.plan, self.args, self.shape = plan, plan.args, shape
         self.card, self.room = card, card or free
-        model = self.args.model_args
-        self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
+        self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[
+            self.args.model_args.dtype]
         self.m = max(4, self.c)
-        # A rank keeps at most 1 / self.ranks of the weights (Shape.cuts). Infinite: its GPU keeps
-        # none.
-        self.ranks = shape.cuts(model.shard_size or plan.ranks)
-        if card and model.cpu_offload:
-            self.ranks = float("inf")
         self.cache = self.holds = 0.0
         self.parts = {"set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
                       **self.models(), **self.passes(),
@@ -256,17 +252,22 @@ class Memory:
         cached = self.holds > 0 or not self.args.needs_engine
         self.fits = max(self.sums) <= 0.97 * self.room and cached  # 3 % to spare
 
+    # ---- weights ----
+
     @property
     def trained(self) -> int:
         """Parameters of the policy that are trained."""
-        if self.args.eval_args.eval_only:
-            return 0
-        return self.shape.params - self.shape.frozen(self.args)
+        return 0 if self.args.eval_args.eval_only else self.shape.params
 
     @property
     def checkpoint(self) -> float:
-        """Its bytes: weights and moments."""
+        """Bytes of a checkpoint: weights and two moments of each model that is trained."""
         return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
+
+    def shards(self) -> float:
+        """A rank keeps 1 / shards of the weights. Infinite: its GPU keeps none."""
+        own = self.args.model_args
+        return math.inf if self.card and own.cpu_offload else own.shard_size or self.plan.ranks
 
     def weights(self) -> float:
         """Bytes of the policy's weights, of all ranks together."""
@@ -276,29 +277,20 @@ class Memory:
         """Bytes of the reference model's weights, of all ranks together."""
         return self.c * (self.shape.reference or self.shape).params
 
-    def gradient_sum(self, root: int) -> float:
-        """Bytes of the gradients that FSDP sums at once: a layer's, and before it the root's."""
-        return self.m * self.shape.layer + self.c * root
-
-    def engine_weights(self) -> float:
-        """Bytes of the weights in the engine of a rank."""
-        return self.c * self.shape.params / self.args.engine_args.tp
-
     def models(self) -> dict[str, tuple[float, float]]:
         """Weights, and what their training keeps."""
-        args = self.args
-        weights, gradients = self.weights() / self.ranks, self.m * self.trained / self.ranks
-        critic = reference = 0.0
-        if args.critic_args:  # it has all of these too
-            critic = weights + 3 * gradients
-        if args.needs_reference:
-            reference = self.reference() / self.ranks
+        args, shards = self.args, self.shards()
+        weights, gradients = self.weights() / shards, self.m * self.trained / shards
+        critic = weights + 3 * gradients if args.critic_args else 0.0  # it has all of these too
+        reference = self.reference() / shards if args.needs_reference else 0.0
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference  # it stays there
         return {"weights": (0.0 if "params" in away else weights, weights),
                 "gradients": (0.0, gradients),
                 "moments": (0.0 if "optimizer" in away else 2 * gradients, 2 * gradients),
                 "critic": (critic, critic), "reference": (reference, reference)}
+
+    # ---- a micro-batch ----
 
     def passes(self) -> dict[str, tuple[float, float]]:
         """The largest micro-batch, and the largest chunk of logits."""
@@ -308,66 +300,86 @@ class Memory:
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
         """Bytes of its largest: (layers and what FSDP gathers for them, logits)."""
-        c, tokens, args, critic = self.c, phase.tokens, self.args, phase.name.startswith("critic")
-        update, shape, other = phase.name.endswith("update"), self.shape, self.shape.reference
-        if phase.name == "score" and other and other.params > shape.params:
-            shape = other  # it scores too
-        root = shape.vocab * shape.hidden if critic else shape.root
-        # FSDP holds the whole root, its own shard cast to --dtype, and two layers: this one and
-        # the next.
-        gathered = c * (root + root / self.ranks + 2 * shape.layer)
-        again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
-        kept = shape.layers if update and not again else 1  # layers, for backward
-        mlp, layer = 4 * c * shape.wide, shape.layer_bytes(c, phase.keys)
-        # Backward has gradients of two of an MLP's four activations. A score pass has the MLP, or
-        # the rest of one layer.
-        size = kept * layer + mlp / 2 if update else max(mlp, layer - mlp)
-        size += 8 * c * shape.hidden  # beside the layers' own: 8 vectors between and after them
-        if again:
-            size += shape.layers * c * shape.hidden
-        if update:
-            gathered += self.gradient_sum(root)
-        whole, each = shape.beside(c, args, update)  # of a text model: nothing
-        gathered, size = gathered + whole, size + each
-        copies = UPDATE_HEAD if update else SCORE_HEAD
+        tokens, shape, args = phase.tokens, self.shape, self.args
+        critic, update = phase.name.startswith("critic"), phase.name.endswith("update")
+        if phase.name == "score" and shape.reference and shape.reference.params > shape.params:
+            shape = shape.reference  # it scores too
+        layers = self.gathered(shape, critic, update) + tokens * self.of_token(shape, phase, update)
+        if critic:  # its head has one column
+            return layers, 0.0
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
-        layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
-        if critic:
-            logits = 0
-        # A score pass never holds a layer's work and logits at once, but the sum adds both.
+        copies = UPDATE_HEAD if update else SCORE_HEAD
+        return layers, copies * 4 * min(tokens, chunk) * shape.vocab
+
+    def gathered(self, shape: Shape, critic: bool, update: bool) -> float:
+        """Bytes of the weights that FSDP holds whole: the root, its own shard cast to --dtype, and
+        two layers, this one and the next; in an update also the gradients that it sums."""
+        root = shape.vocab * shape.hidden if critic else shape.root
+        weights = self.c * (root + root / self.shards() + 2 * shape.layer)
+        return weights + (self.gradient_sum(root) if update else 0.0)
+
+    def gradient_sum(self, root: int) -> float:
+        """Bytes of the gradients that FSDP sums at once: a layer's, and before it the root's."""
+        return self.m * self.shape.layer + self.c * root
+
+    def of_token(self, shape: Shape, phase: Phase, update: bool) -> float:
+        """Bytes of a token: what the layers keep for backward, and the work of one of them."""
+        layer, vector = self.layer(shape, phase.keys), self.c * shape.hidden
+        beside = 8 * vector  # between and after the layers
         if not update:
-            layers = max(layers - logits, tokens * 8 * c * shape.hidden)
-        return gathered + layers, logits
+            return layer + beside
+        mlp = 2 * self.c * shape.wide  # gradients of two of its four activations
+        if self.args.model_args.checkpointing:  # each layer keeps its input, one is computed again
+            return layer + shape.layers * vector + mlp + beside
+        return shape.layers * layer + mlp + beside
+
+    def layer(self, shape: Shape, keys: int) -> float:
+        """Bytes of a token that one layer keeps for backward. keys: see Phase."""
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        norms = (8 + 4 * self.c) * shape.hidden + (4 + self.c) * (q + kv)
+        attention = self.c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
+        return norms + attention + 4 * self.c * shape.wide
+
+    # ---- the engine ----
+
+    def engine_weights(self) -> float:
+        """Bytes of the weights in the engine of a rank."""
+        return self.c * self.shape.params / self.args.engine_args.tp
+
+    def engine_work(self, tokens: int, seqs: int) -> float:
+        """Bytes of a forward of the engine. tokens: of prompts in one pass. seqs: completions."""
+        tp, shape = self.args.engine_args.tp, self.shape
+        logits = 3 * 4 * seqs * shape.vocab  # three copies in float32
+        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits
 
     def engine(self) -> tuple[float, float]:
         """Bytes while it samples, and asleep. Sets `cache` and `holds`."""
-        e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
-        weights = self.engine_weights()
+        e, shape, card = self.args.engine_args, self.shape, self.card
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
-        work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
-        work += 3 * 4 * seqs * shape.vocab  # three float32 copies of the logits
-        work += shape.in_engine(c, tokens)
+        fixed = self.engine_weights() + graphs + self.engine_work(tokens, seqs)
         block_tokens = 16 if card else 128
         kv = shape.head_dim * max(1, shape.kv_heads / e.tp)
-        block = 2 * c * block_tokens * shape.layers * kv  # keys and values
+        block = 2 * self.c * block_tokens * shape.layers * kv  # keys and values
         sequence = block * ceil_div(self.plan.longest, block_tokens)  # the longest
         if e.kv_cache_gb:
             self.cache = e.kv_cache_gb * GIB
         elif card:
-            self.cache = max(0.0, e.gpu_memory_utilization * card - weights - work)
+            self.cache = max(0.0, e.gpu_memory_utilization * card - fixed)
         else:  # what one call can use, and one sequence at least
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
         self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM keeps a block
         # A sync holds the largest weight, the embedding, four times. An engine that slept has no
         # cache yet.
-        sync, sleeps = 4 * c * shape.vocab * shape.hidden, card and e.sleep_level
-        awake = weights + work + (max(self.cache, sync) if sleeps else self.cache + sync)
+        sync, sleeps = 4 * self.c * shape.vocab * shape.hidden, card and e.sleep_level
+        awake = fixed + (max(self.cache, sync) if sleeps else self.cache + sync)
         return awake, graphs if sleeps else awake
 
+    # ---- in words ----
+
     def sentence(self) -> str:
-        """It fits, or what does not."""
+        """It fits, or what does not, and the first change of memory and time alone that helps."""
         column = self.sums.index(max(self.sums))
         when, total = ("rollout", "training")[column], self.sums[column] / GIB
         whose = "per GPU" if self.card else "free per rank"
@@ -378,21 +390,19 @@ class Memory:
             return (f"does not fit: the engine's cache holds no sequence of {self.plan.longest:,} "
                     "tokens. Would work: more --gpu_memory_utilization or --kv_cache_gb")
         part = max(self.parts, key=lambda name: self.parts[name][column])
-        return (f"does not fit: {total:.1f} of {room}, in {when}. The largest part is {part}, "
-                f"{self.parts[part][column] / GIB:.1f} GiB. {self.works()}")
-
-    def works(self) -> str:
-        """Flags with which it fits, of those that change memory and time alone."""
         least = dict.fromkeys(budgets(self.args), self.plan.longest)
+        works = "What makes it smaller: docs/use/memory_and_machines.md"
         for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
             plan = replace(self.plan, args=changed(self.args, **change))
             if type(self)(plan, self.shape, self.card, self.room).fits:
                 words = " ".join(f"--{name} {value}" for name, value in change.items())
-                return f"Would work: {words.replace(' True', '')}"
-        return "What makes it smaller: docs/use/memory_and_machines.md"
+                works = f"Would work: {words.replace(' True', '')}"
+                break
+        return (f"does not fit: {total:.1f} of {room}, in {when}. The largest part is {part}, "
+                f"{self.parts[part][column] / GIB:.1f} GiB. {works}")
 
     def text(self) -> str:
-        """A sentence, and the table."""
+        """The sentence, and the table."""
         if not self.shape.fused:
             return "  memory     no plan: attention is not fused in this model"
         rows = {"GiB": ("rollout", "training")} | {

@@ -19,10 +19,11 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, sample_metrics
+from batch import Batch, Sample
 from dist import World
 from flags import CommonArgs, LossArgs, parse
 from inputs import show_plan
+from log import Meter, sample_metrics
 from model import Critic, Policy, learning_rate
 from rewards import score_samples
 from run import set_up

@@ -27,7 +27,7 @@ from errors import SettingsError, as_sentence
 from part import asked
 from settings import Flags, Range, changed
 from verifiers import REWARDS, answers_of
-from worker import Item, Part, names_twice
+from worker import Item, Part
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
@@ -155,9 +155,6 @@ def parse(specs: list[str]) -> list[Part]:
         raise SettingsError("\n".join([
             *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
             f"Names: {', '.join([*REWARDS, *of_parts])}"]))
-    if names := names_twice(parts):
-        raise SettingsError(f"--reward: two of its folders have {', '.join(names)}, and an import "
-                            "takes one of them. Would work: all in one folder, or other names.")
     return parts
 
 

@@ -20,10 +20,11 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample
+from batch import Batch, Sample
 from dist import World
 from flags import CommonArgs, parse
 from inputs import show_plan
+from log import Meter
 from model import Policy, learning_rate
 from parts.sft import targets
 from parts.sft.supervised import Supervised, given

@@ -19,8 +19,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
@@ -84,7 +83,7 @@ class Reward:
         ValueError: a mistake; a str: that of one item of a group."""
         if not self.groups:
             return [number(result)]
-        results = list(result) if hasattr(result, "__iter__") else [result]
+        results = list(result) if isinstance(result, Iterable) else [result]
         if len(results) != len(items):
             raise TypeError(f"a reward must be a list of numbers: {len(results)} values for "
                             f"{len(items)} completions")
@@ -118,16 +117,6 @@ def import_file(path: Path) -> ModuleType:
         sys.exit(f"{path} cannot be imported by its name: `import {name}` finds "
                  f"{spec.origin if spec else 'nothing'}. Would work: another name for the file.")
     return importlib.import_module(name)
-
-
-def names_twice(parts: list[Part]) -> list[str]:
-    """The names of modules that lie in two folders of reward files: `import` would take either."""
-    folders, names = {Path(part.path).resolve().parent for part in parts if part.path}, Counter()
-    for folder in folders:
-        packages = () if folder == ROOT else folder.glob("*/__init__.py")
-        names.update({path.stem for path in folder.glob("[!_]*.py")}
-                     | {path.parent.name for path in packages})
-    return sorted(name for name, count in names.items() if count > 1)
 
 
 def load_file(path: Path) -> ModuleType:

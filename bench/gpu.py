@@ -179,7 +179,7 @@ class Bench:
         """Tokens/s and TFLOP/s of a pass through the batch that costs `passes` forwards."""
         s, totals = self.shape, [p + c for _, p, c in batch.sizes]
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        matrices = s.layers * (2 * s.hidden * (q + kv) + 3 * s.hidden * s.intermediate)
+        matrices = s.layers * (2 * s.hidden * (q + kv) + 3 * s.hidden * s.wide)
         tokens, completions = sum(totals), int(batch.lengths.sum())
         forward = (2 * (matrices * tokens + s.vocab * s.hidden * completions)
                    + 2 * s.layers * q * sum(t * t for t in totals))

@@ -12,7 +12,8 @@ import sys
 import zlib
 
 from errors import SettingsError
-from verifiers import last_answer, shut_sympy
+from examples.mathematics import shut_sympy
+from verifiers import last_answer
 
 ANY = "the library's scorer gives full pay to any text. Would work: another task."
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -21,7 +21,7 @@ from batch import Batch, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from rollout import Request, hash_seed
-from run import compare_policies
+from same_policy import compare_policies
 
 
 def main(folder: str, out: str) -> None:

@@ -30,7 +30,7 @@ from forked import PYTHON
 from house import has, kept, module
 from rewards import Score
 from rollout import Engine, Request
-from run import compare_policies
+from same_policy import compare_policies
 from tools import float64
 
 STATES = tuple(module("parts.states.plug").FAMILIES) if has("states") else ()
@@ -215,7 +215,7 @@ def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, rows
 
 
 def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):
-    """What run.compare_policies needs of a run. said: its lines."""
+    """What same_policy.compare_policies needs of a run. said: its lines."""
     log = SimpleNamespace(say=(said if said is not None else []).append)
     return SimpleNamespace(
         world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,

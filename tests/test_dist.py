@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import dist
 import forked
 import ranks
-from batch import Batch
-from dist import KEYS, assert_divisible, balance, cut, share, tokens
+from batch import KEYS, Batch, balance, cut, packed_tokens
+from dist import assert_divisible, share
 from errors import SettingsError
 from learning import fabricate
 
@@ -57,7 +57,7 @@ def test_cut_keeps_the_budget_and_every_row(groups, budget):
     micros = cut(sizes, budget)
     assert sorted(i for micro in micros for i in micro) == list(range(len(sizes)))
     for micro in micros:
-        assert micro and tokens(micro, sizes) == computed(micro, sizes) <= budget
+        assert micro and packed_tokens(micro, sizes) == computed(micro, sizes) <= budget
         assert sum(sum(sizes[r][1:]) for r in micro) <= KEYS * budget
     assert len(cut(sizes, budget + 1)) <= len(micros)  # the search in balance needs it
     with pytest.raises(ValueError, match=f"row {len(sizes)} has 401 tokens; the budget is"):

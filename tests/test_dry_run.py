@@ -13,7 +13,7 @@ import fakes
 import grpo
 import model
 import ppo
-from dist import KEYS
+from batch import KEYS
 from fakegpu import FakeGpu, on_gpu
 from settings import changed, values_of
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors settings part verifiers worker dist losses rewards texts data batch family
-           model_files model rollout plan inputs log checkpoint evaluate flags run grpo ppo sft
-           distill""".split()  # the lowest first
+ORDER = """errors settings part verifiers worker dist losses rewards texts messages data batch
+           family model_files model rollout plan inputs log checkpoint evaluate flags
+           same_policy run grpo ppo sft distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
          for path in tracked() if path.suffix == ".py"}

@@ -11,9 +11,10 @@ import evaluate
 import flags
 import grpo
 import losses
-from batch import Batch, Completion, Sample, sample_metrics
+from batch import Batch, Completion, Sample
 from data import Prompt, Row
 from house import has
+from log import sample_metrics
 from rewards import Score
 from tools import score as score_tool
 

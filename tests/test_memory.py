@@ -17,8 +17,7 @@ import learning
 import model
 import plan
 import ppo
-from batch import Batch, Micro, pack
-from dist import KEYS
+from batch import KEYS, Batch, Micro, pack
 from errors import SettingsError
 from examples import tiny
 from house import module, needs
@@ -42,8 +41,9 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> Memory:
     args = changed(script.Args(), model=model_name, **flags)
     assert not plan.problems(args, ranks, n_rows)
-    kind = extended("memory", Memory, args)
-    return kind(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
+    shape = shape_of(model_name)
+    kind = extended("memory", Memory, args, shape)
+    return kind(plan.Plan(args, ranks, n_rows, 0), shape, gpu_gb * GIB)
 
 
 # ---- the plan ----
@@ -93,7 +93,9 @@ def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(dtype):
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
     shape, c, keys = shape_from(lm), dtype.itemsize, (100 + 3 * 160) / packed.tokens
-    counted = shape.layer_bytes(c, keys) - replace(shape, state=0).layer_bytes(c, keys)
+    memory = object.__new__(states.StateMemory)
+    memory.c = c
+    counted = memory.layer(shape, keys) - memory.layer(replace(shape, state=0), keys)
     assert saved < counted * packed.tokens < 1.5 * saved
 
 

@@ -29,7 +29,7 @@ import grpo
 import model
 import plan
 import ppo
-from dist import KEYS
+from batch import KEYS
 from house import module
 from model_files import family_of, shape_from
 from part import extended
@@ -182,7 +182,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         **{"lora_rank": rank} if rank else {}, **{"train_vision": True} if train_vision else {})
     name = ("critic " if critic else "") + ("update" if grad else "score")
     phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
-    kind = extended("memory", plan.Memory, args)
+    kind = extended("memory", plan.Memory, args, shape)
     found = kind(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)
     theirs = held + sum(found.micro_batch(phase))
     return ours, theirs + (found.parts["gradients"][1] if grad else 0)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import verifiers
-from examples import formats
+from examples import formats, mathematics, numbers
 from examples.countdown import countdown
 from examples.gsm8k import gsm8k
-from verifiers import number_of
+from examples.numbers import number_of
 
 APART = [",", "{,}", r"\,", r"\;", r",\!", " ", "\u00a0", "\u202f", "\u2009", "'", "’"]
 MINUS = ["-", "−", "–", "‒", "﹣", "－"]
@@ -64,7 +64,7 @@ def wrong(text: str, value: Fraction) -> set[str]:
 
 @pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.slow)])
 def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
-    verifiers.guard_math()
+    mathematics.guard_math()
     rng = random.Random(0)
     for _ in range(count):
         text, value = written(rng)
@@ -72,7 +72,7 @@ def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
         assert number_of(text) == value, text
         column = int(value) if value.denominator == 1 else float(value)
         if "/" not in gold:  # a column of numbers
-            assert verifiers.exact(text, column) == 1, text
+            assert numbers.exact(text, column) == 1, text
         given = rng.choice(UNITS).format(text.removesuffix("."))
         whole = [f"#### {given}", rf"\boxed{{{given}}} of 3", f"It is {given}", rf"\fbox{{{text}}}",
                  f"3 * 4 = 12\n#### x = {text}\n\n5"]
@@ -82,12 +82,12 @@ def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
                 assert gsm8k(completion, other) == 0, (completion, other)
         assert gsm8k(f"#### {gold}", f"5\n#### {given}") == 1, given
         box = rf"\boxed{{2}}, no: \boxed{{{text}}}"
-        assert verifiers.math_reward(box, gold) == 1, (box, gold)
-        assert verifiers.math_reward(rf"\boxed{{{gold}}}", text) == 1, (gold, text)
+        assert mathematics.math_reward(box, gold) == 1, (box, gold)
+        assert mathematics.math_reward(rf"\boxed{{{gold}}}", text) == 1, (gold, text)
         for other in others:
-            assert verifiers.exact(text, float(Fraction(other))) == 0, (text, other)
-            assert verifiers.math_reward(box, other) == 0, (box, other)
-            assert verifiers.math_reward(rf"\boxed{{{other}}}", text) == 0, (other, text)
+            assert numbers.exact(text, float(Fraction(other))) == 0, (text, other)
+            assert mathematics.math_reward(box, other) == 0, (box, other)
+            assert mathematics.math_reward(rf"\boxed{{{other}}}", text) == 0, (other, text)
         if value.denominator == 1:
             sign, size = "−" if value < 0 else "", abs(int(value))
             for completion in (f"{sign}{size} × ７ ÷ 7", rf"{sign}{size} \times 7 \div 7"):
@@ -106,8 +106,8 @@ def test_the_last_box_counts(text, boxed):
 
 
 def test_math_reads_a_box_as_easyr1_does():
-    verifiers.guard_math()
-    math = verifiers.math_reward
+    mathematics.guard_math()
+    math = mathematics.math_reward
     assert math(r"\boxed{36\pi \approx 113.1}", r"36\pi") == 0
     assert math(r"\boxed{36\pi}", r"36\pi \approx 113.1") == 1
     assert math("It is −5.", "-5") == 1 and math(r"\boxed{√2}", r"\sqrt{2}") == 1
@@ -148,24 +148,24 @@ def alike(rng: random.Random) -> list[list[str]]:
 @pytest.mark.parametrize("seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_what_math_finds_equal_is_an_equivalence(seeds):
     """math-verify drops bases, units and the order of a pair, and depends on which is the row's."""
-    verifiers.guard_math()
+    mathematics.guard_math()
     for seed in range(seeds):
         forms = [(i, text) for i, one in enumerate(alike(random.Random(seed))) for text in one]
         for (i, text), (j, gold) in itertools.product(forms, forms):
             equal = i == j
-            assert verifiers.math_reward(rf"so \boxed{{{text}}}", gold) == equal, (text, gold)
+            assert mathematics.math_reward(rf"so \boxed{{{text}}}", gold) == equal, (text, gold)
 
 
 def test_what_may_be_left_out_for_math():
     """A unit, and a name before "=". No base: a number without one is in base 10."""
-    verifiers.guard_math()
+    mathematics.guard_math()
     for one, other in [("864", r"864 \mbox{ inches}^2"), ("90", r"90^\circ"), ("5", "x=5"), (
             "5.4", r"5.4 \text{ cents}"), (r"\$36", "36"),
             (r"3 \text{ inches}", r"3\text{ inch}"), (r"90\text{ degrees}", r"90^\circ")]:
         for text, gold in ((one, other), (other, one)):
-            assert verifiers.math_reward(rf"\boxed{{{text}}}", gold) == 1, (text, gold)
-    assert verifiers.math_reward("It is $110_3$.", "110_2") == 0
-    assert verifiers.math_reward("It is $110_2$.", "110_2") == 1
+            assert mathematics.math_reward(rf"\boxed{{{text}}}", gold) == 1, (text, gold)
+    assert mathematics.math_reward("It is $110_3$.", "110_2") == 0
+    assert mathematics.math_reward("It is $110_2$.", "110_2") == 1
 
 
 MATH500 = Path(__file__).parents[2] / "shared/data/math500/test.jsonl"
@@ -173,10 +173,10 @@ MATH500 = Path(__file__).parents[2] / "shared/data/math500/test.jsonl"
 
 @pytest.mark.skipif(not MATH500.is_file(), reason="needs the rows of MATH-500")
 def test_each_answer_of_math_500_is_its_own_solutions():
-    verifiers.guard_math()
+    mathematics.guard_math()
     for row in map(json.loads, MATH500.open()):
         for text in rf"\boxed{{{row['answer']}}}", row["solution"]:
-            assert verifiers.math_reward(text, row["answer"]) == 1, row["answer"]
+            assert mathematics.math_reward(text, row["answer"]) == 1, row["answer"]
 
 
 @pytest.mark.parametrize("text, gold", [
@@ -190,7 +190,7 @@ def test_a_part_of_something_is_not_paid(text, gold):
 
 
 def test_exact_and_the_floats_of_pandas():
-    exact = verifiers.exact
+    exact = numbers.exact
     for answer in 18, 18.0, "18.0":
         found = [exact(text, answer) for text in ("18", " 18.0 ", "1", "8", "180")]
         assert found == [1, 1, 0, 0, 0], answer
@@ -214,7 +214,7 @@ def test_the_format_of_easyr1(text, value):
 
 def test_any_dash_before_a_number_is_a_minus():
     from examples.gsm8k import gsm8k
-    from verifiers import exact
+    from examples.numbers import exact
     for dash in "—―﹘－−–‐":
         assert gsm8k(f"#### {dash}5", "-5") == exact(f"{dash}5", -5) == 1
         assert gsm8k(f"#### {dash}5", "5") == exact(f"{dash}5", 5) == 0

@@ -16,9 +16,8 @@ import fakes
 import inputs
 import plan
 import ppo
-from batch import Batch, Completion, Sample
+from batch import Batch, Completion, Sample, balance
 from data import Row, Stream
-from dist import balance
 from errors import SettingsError
 from examples import tiny
 from rewards import Score

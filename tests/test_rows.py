@@ -36,7 +36,7 @@ TEMPLATE = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
     "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
     "<think></think>{% endif %}{% endif %}")
-STORES = ("jsonl", "json", "parquet", "folder", "saved", "csv")
+STORES = ("jsonl", "json", "parquet", "csv")
 
 
 def make_tokenizer(template=TEMPLATE):
@@ -64,12 +64,7 @@ def store(folder: Path, kind: str, rows: list[dict]) -> str:
             made = datasets.Dataset.from_list(rows)
         except ValueError:  # a content is a text here and a list there: Arrow's extension for JSON
             made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-        if kind == "folder":
-            path.mkdir()
-        if kind == "saved":
-            made.save_to_disk(path)
-        else:
-            made.to_parquet(path if kind == "parquet" else path / "train.parquet")
+        made.to_parquet(path)
     return str(path)
 
 
@@ -279,8 +274,6 @@ def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
     (learned, {"messages": [user(), said(weight=0.5)]}, "message 1 of messages: its weight cannot"),
     (learned, {"messages": [user(), said(weight="1")]}, "message 1 of messages: its weight cannot"),
     (asked, {"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
-    (asked, {"prompt": "q", "reward_model": "{'ground_truth': '1'}"}, "or its JSON text, not"),
-    (asked, {"prompt": "q", "extra_info": "{"}, "extra_info must be an object"),
     *((asked, {"prompt": "q", key: ["x"]}, f"no place for {key}")
       for key in ("videos", "history", "functions")),
     *((learned, {"messages": [user(), said(**{key: value})]}, f"no place for {key}")
@@ -317,7 +310,7 @@ def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_p
     words = [row | {"answer": word} for word in ("proof", "notfound", "proof", "notfound", "proof")]
     assert said_of(asked, [row, row]) == "2 rows: prompt from problem, answer from answer"
     assert said_of(asked, [row, *words]) == (
-        "6 rows: prompt from problem, answer from answer; answers that are no number: 'proof' 3 "
+        "6 rows: prompt from problem, answer from answer; answers without a digit: 'proof' 3 "
         "times, 'notfound' 2 times")
     nothing = [{"prompt": "q"}, {"prompt": "q", "answer": None}, {"prompt": "q", "answer": " "}]
     assert said_of(asked, [*nothing, row | {"answer": None}]) == (
@@ -337,15 +330,9 @@ def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_p
 @pytest.mark.parametrize("name", ["me@lab.org", "a:b", "a b", "with:c@d", "@", "x@train"])
 def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
     (tmp_path / name).mkdir()
-    rows = [{"prompt": str(i)} for i in range(3)]
-    for kind in "folder", "saved", "jsonl":
-        spec = store(tmp_path / name, kind, rows)
-        assert data.read(spec)[0] == rows
-        assert pictured.folder_of(spec) == Path(spec) if kind != "jsonl" else tmp_path / name
-        if kind != "jsonl":
-            assert data.read(f"{spec}@train[1:]")[0] == rows[1:]
-            assert pictured.folder_of(f"{spec}@train[1:]") == Path(spec)
-            assert data.read(f"{spec}:default@train")[0] == rows or kind == "saved"
+    spec = store(tmp_path / name, "jsonl", [{"prompt": "q"}])
+    assert data.read(spec)[0] == [{"prompt": "q"}]
+    assert pictured.folder_of(spec) == pictured.folder_of(f"{spec}.py:rows") == tmp_path / name
     for end in "@train", ":main", "x.jsonl":
         with pytest.raises(SettingsError):
             data.read(spec + end)

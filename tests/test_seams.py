@@ -15,6 +15,7 @@ import plan
 import rewards
 import rollout
 import run
+import same_policy
 from batch import Batch
 from data import Prompt
 from fakes import args, completion, engine_of, rows, run_of
@@ -180,7 +181,7 @@ def compared(gaps: dict, rounding: float = 0.0, max_gap: float | None = None) ->
     log, bfloat16 = fakes.Log(), rounding > 0
     lm = SimpleNamespace(config=SimpleNamespace(model_type="kind"))
     try:
-        run.judge(SimpleNamespace(
+        same_policy.judge(SimpleNamespace(
             dtype=torch.bfloat16 if bfloat16 else torch.float32, log=log,
             policy=SimpleNamespace(module=SimpleNamespace(lm=lm)),
             args=SimpleNamespace(run_args=SimpleNamespace(max_gap=max_gap))), gaps, rounding)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import tyro
 
-import dist
+import batch
 import flags
 import grpo
 import losses
@@ -41,7 +41,7 @@ def row_of(lengths) -> torch.Tensor:
 def parts(lengths: list[int], ranks: int) -> list[list[int]]:
     """The micro-batches of all ranks: as the update cuts rows."""
     sizes = [(i, 1, n + 1) for i, n in enumerate(lengths)]
-    cut = [micro for rank in dist.balance(sizes, ranks, 10) for micro in rank]
+    cut = [micro for rank in batch.balance(sizes, ranks, 10) for micro in rank]
     assert sorted(row for micro in cut for row in micro) == list(range(len(lengths)))
     assert ranks == 1 or sum(map(bool, cut)) > 1
     return cut

@@ -12,9 +12,9 @@ from texts import marks_of
 HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_HEAD
 
 
-def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> ModelFiles:
+def find_teacher(args, files: ModelFiles, weights: bool = True) -> ModelFiles:
     """files, of --model, with --teacher. SettingsError unless it has the model's vocabulary."""
-    folder, lm, tokenizer = open_model(args.teacher, "teacher", sketches)
+    folder, lm, tokenizer = open_model(args.teacher, "teacher", weights)
     if tokenizer.get_vocab() != files.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
@@ -46,9 +46,7 @@ class TaughtRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        found = super().digested(of_file)
-        found[4] = self.teacher_ids
-        return found
+        return [*super().digested(of_file), self.teacher_ids]
 
 
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs,

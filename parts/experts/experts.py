@@ -24,6 +24,7 @@ from torch import nn
 from batch import Completion, to_device
 from family import Family, Shape
 from model import Policy
+from plan import Memory
 from rollout import Engine
 from settings import Flags, not_default, values_of
 
@@ -65,19 +66,19 @@ class MixtureShape(Shape):
     idle: int  # parameters of a layer that a token does not use
     kind: ClassVar[str] = "experts"
 
-    @property
-    def wide(self) -> int:
-        """Of all experts that a token uses."""
-        return self.intermediate * self.used
 
-    def layer_bytes(self, c: int, keys: int) -> float:
-        """And x and y of each expert, p, and the places where rows go."""
-        return (super().layer_bytes(c, keys) + 2 * c * self.used * self.hidden
-                + 4 * self.experts + 24 * self.used)
+class MixtureMemory(Memory):
+    """Memory of a mixture of experts."""
 
-    def cuts(self, ranks: int) -> float:
-        """A rank has whole experts."""
-        return self.experts / -(-self.experts // ranks)
+    def layer(self, shape: MixtureShape, keys: int) -> float:
+        """See Memory. And x and y of each expert, p, and the places where rows go."""
+        return (super().layer(shape, keys) + 2 * self.c * shape.used * shape.hidden
+                + 4 * shape.experts + 24 * shape.used)
+
+    def shards(self) -> float:
+        """See Memory. A rank has whole experts."""
+        shards, experts = super().shards(), self.shape.experts
+        return shards if math.isinf(shards) else experts / -(-experts // shards)
 
 
 # ---- a model ----
@@ -95,7 +96,7 @@ class Mixture(Family):
         block = blocks(lm)[0]
         experts, hidden, inner = block.experts.down_proj.shape
         used = block.gate.top_k
-        return MixtureShape(**vars(super().shape(lm)) | {"intermediate": inner}, experts=experts,
+        return MixtureShape(**vars(super().shape(lm)) | {"wide": inner * used}, experts=experts,
                             used=used, idle=(experts - used) * 3 * inner * hidden)
 
     def pieces(self, name: str, tensor, first: int = 0):

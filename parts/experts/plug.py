@@ -33,3 +33,7 @@ def check(args, files, rows):
     if args.needs_engine and flags.get("lora_rank") and adapter:
         raise SettingsError("--lora_sync adapter needs a GPU for a model with experts. Would work: "
                             "--lora_sync merged.")
+
+
+def memory(kind, args, shape):
+    return experts.MixtureMemory if isinstance(shape, experts.MixtureShape) else None

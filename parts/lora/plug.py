@@ -19,7 +19,7 @@ def policy(kind, args, config, trained):
     return lora.AdaptedPolicy if is_on(args) and trained and kind is Policy else None
 
 
-def memory(kind, args):
+def memory(kind, args, shape):
     return lora.AdaptedMemory if is_on(args) else None
 
 

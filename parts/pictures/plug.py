@@ -33,3 +33,7 @@ def policy(kind, args, config, trained):
 def engine(kind, run):
     sees = run.policy.module.lm.config.model_type in FAMILIES
     return LookingEngine if sees else None
+
+
+def memory(kind, args, shape):
+    return seeing.SeeingMemory if isinstance(shape, seeing.SeeingShape) else None

@@ -5,9 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import data
-from data import CHAT, CHATS, PROMPTS, Row, chat_of, from_json, not_null
+from data import Row
 from errors import SettingsError
+from messages import CHAT, CHATS, PROMPTS, chat_of, from_json, not_null
 from parts.pictures.eyes import opened
 
 COLUMNS = ("images", "image")
@@ -31,7 +31,7 @@ class PicturedRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        return [*super().digested(of_file)[:-1], [
+        return [*super().digested(of_file), [
             of_file(it) if isinstance(it, str) else it for it in self.pictures.sources]]
 
 
@@ -54,8 +54,7 @@ def pictures_in(row: Row) -> Pictures | None:
 
 def folder_of(spec: str) -> Path:
     """Of the data: paths of pictures begin there. samples/ has them, and is read elsewhere."""
-    path = Path(data.parts_of(spec)[0]).absolute()
-    return path if path.is_dir() else path.parent
+    return Path(re.sub(r"(?<=\.py):\w+$", "", spec)).expanduser().absolute().parent
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks, args, *,

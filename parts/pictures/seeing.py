@@ -15,6 +15,7 @@ from model import LogprobModel, Model, Trained
 from parts.pictures.engine import HELD, NEVER
 from parts.pictures.kinds import FAMILIES, NAMES
 from parts.pictures.rows import pictures_in
+from plan import Memory
 
 
 class Seeing(Family):
@@ -140,19 +141,31 @@ class SeeingShape(Shape):
     tower: Tower
     kind: ClassVar[str] = "pictures"
 
-    def frozen(self, args) -> int:
-        """The tower, without --train_vision."""
-        return 0 if args.parts.pictures.train_vision else self.tower.params
 
-    def beside(self, c: int, args, update: bool) -> tuple[float, float]:
-        """A layer of the tower and the next one, and what its layers keep."""
-        kept = 1 if args.model_args.checkpointing else self.tower.layers
-        learns = update and args.parts.pictures.train_vision
-        return 2 * c * self.tower.layer, self.tower.bytes(c, kept if learns else 0)
+class SeeingMemory(Memory):
+    """Memory of a model with a tower before its text part."""
 
-    def in_engine(self, c: int, tokens: int) -> float:
-        """The tower's, and the pixels that the engine holds."""
-        return tokens * self.tower.bytes(c, 0) + HELD * 2**30
+    @property
+    def trained(self) -> int:
+        """See Memory. The tower only with --train_vision."""
+        trained, vision = super().trained, self.args.parts.pictures.train_vision
+        return trained if vision or not trained else trained - self.shape.tower.params
+
+    def gathered(self, shape: SeeingShape, critic: bool, update: bool) -> float:
+        """See Memory. And a layer of the tower and the next one."""
+        return super().gathered(shape, critic, update) + 2 * self.c * shape.tower.layer
+
+    def of_token(self, shape: SeeingShape, phase, update: bool) -> float:
+        """See Memory. And what the tower's layers keep."""
+        kept = 1 if self.args.model_args.checkpointing else shape.tower.layers
+        learns = update and self.args.parts.pictures.train_vision
+        return super().of_token(shape, phase, update) + shape.tower.bytes(
+            self.c, kept if learns else 0)
+
+    def engine_work(self, tokens: int, seqs: int) -> float:
+        """See Memory. And the tower's, and the pixels that the engine holds."""
+        tower = tokens * self.shape.tower.bytes(self.c, 0) + HELD * 2**30
+        return super().engine_work(tokens, seqs) + tower
 
 
 def tower_sizes(config, parts: list) -> Tower:

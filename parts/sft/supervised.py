@@ -5,8 +5,9 @@ from math import exp
 import numpy as np
 import torch
 
-from batch import Batch, Completion, Meter, Sample
+from batch import Batch, Completion, Sample
 from data import Prompt
+from log import Meter
 from rewards import Score
 from run import Run
 

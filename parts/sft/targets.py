@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from os.path import commonprefix
 
 import data
-from data import CHATS, PROMPTS, Row, chat_of, first_of, messages_of, not_null, options_of
+from data import Row, options_of
 from errors import SettingsError
+from messages import CHATS, PROMPTS, chat_of, first_of, messages_of, not_null
 from texts import Marks, ids_after, templated, texts_of
 
 ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
@@ -34,9 +35,7 @@ class LearnedRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        found = super().digested(of_file)
-        found[3] = self.target
-        return found
+        return [*super().digested(of_file), self.target]
 
 
 def keep(rows: list[LearnedRow], spec: str, most: int) -> tuple[list[LearnedRow], str]:
@@ -65,10 +64,11 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args
     if not row:
         return None
     marks.check(replies)
-    options = options_of(columns, replies, tokenizer)
+    asked_of = messages_of(columns, args.prompt_template, args.system)
+    options = options_of(columns, [*asked_of, *replies], tokenizer)
     texts = plain_texts(row.prompt, replies, tokenizer)
     if tokenizer.chat_template and not row.finished:
-        texts = chat_texts(messages_of(columns, args), replies, tokenizer, options)
+        texts = chat_texts(asked_of, replies, tokenizer, options)
     found = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
     asked = learned if learned in CHATS else asked or row.read["prompt"]
     read = {"prompt": asked, "learned": learned}

@@ -2,7 +2,7 @@
 import torch
 
 from errors import SettingsError
-from parts.states.states import Stateful
+from parts.states.states import Stateful, StateMemory, StateShape
 
 FAMILIES = {"qwen3_5_text": Stateful}
 
@@ -15,3 +15,7 @@ def check(args, files, rows):
         raise SettingsError(
             f"--model {args.model}: on a CPU vLLM computes a {kind} in bfloat16 alone, and not "
             "with its prefix cache. Would work: a GPU, or sft.py.")
+
+
+def memory(kind, args, shape):
+    return StateMemory if isinstance(shape, StateShape) else None

@@ -4,16 +4,22 @@ from dataclasses import dataclass
 import torch
 
 from family import Family, Shape
+from plan import Memory
 
 
 @dataclass(kw_only=True)
 class StateShape(Shape):
     state: int  # columns of the values of a layer with a state
 
-    def layer_bytes(self, c: int, keys: int) -> float:
-        """As of Shape, and of a state of each copy of a prompt."""
-        rows = keys * ((70 + 20 * c) * self.state + c * self.hidden)
-        return super().layer_bytes(c, keys) + rows
+
+class StateMemory(Memory):
+    """Memory of a model whose layers have a state."""
+
+    def layer(self, shape: StateShape, keys: int) -> float:
+        """See Memory. And a state of each copy of a prompt."""
+        c = self.c
+        return super().layer(shape, keys) + keys * (
+            (70 + 20 * c) * shape.state + c * shape.hidden)
 
 
 class Stateful(Family):

@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from batch import Batch, Completion, Micro, Sample
+from batch import Batch, Completion, Micro, Sample, cut
 from data import Prompt, Row
-from dist import cut, peak_memory
+from dist import peak_memory
 from errors import SettingsError
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score

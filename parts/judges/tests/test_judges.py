@@ -17,9 +17,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import fakes
 import rewards
-import verifiers
 import worker
-from examples import countdown, formats, gsm8k, kk, tiny
+from examples import countdown, formats, gsm8k, kk, mathematics, tiny
 from parts.judges import waiting
 from parts.judges.pool import JudgePool
 from settings import changed
@@ -44,7 +43,7 @@ def tagged(said):
     (gsm8k.gsm8k, [
         ("first 18, then 20", "18", 0), ("#### 17\n\nNext question: 18", "#### 18", 0),
         ("#### none, but 18", "18", 1), ("", "18", 0)]),
-    (verifiers.math_reward, [
+    (mathematics.math_reward, [
         ("It is $14/3$.", r"\frac{14}{3}", 1), (r"\boxed{72}", "48+24=72\n#### 72", 1),
         ("?", "72", 0)]),
     (kk.kk, [

@@ -13,7 +13,7 @@ import torch
 
 import dist
 import families
-import run
+import same_policy
 from checkpoint import export_model
 from parts.pictures import seeing
 from rollout import Request
@@ -30,7 +30,7 @@ def gap_to_transformers(world, policy, samples, folder: str) -> tuple[float, flo
     ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
     lm, gaps, rounds = in_float64(folder), [0.0], [0.0]
     for sample, own in zip(batch.samples, batch.split(ours), strict=True):
-        plain = run.plain_logprobs(policy, sample, HEAT, world.device)
+        plain = same_policy.plain_logprobs(policy, sample, HEAT, world.device)
         ids = torch.tensor(sample.completion.ids)
         with torch.no_grad():
             exact = (naive(lm, sample) / HEAT).log_softmax(-1)[range(len(ids)), ids.long()]

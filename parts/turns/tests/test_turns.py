@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import batch
 import data
 import fakes
 import families
+import log
 import ranks
 import rollout
 from batch import Sample
@@ -205,7 +205,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
         engine=SimpleNamespace(text=reader(TOKENIZER, [EOT, END]))), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
-    metrics = batch.sample_metrics(samples, 1.0)
+    metrics = log.sample_metrics(samples, 1.0)
     assert metrics["rollout/unscored"] == len(FAILING)
     assert metrics["rollout/turns_mean"] == np.mean([len(g) for g in engine.gave.values()])
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)

@@ -1,0 +1,137 @@
+"""same_policy.py: engine, trainer and transformers are compared before the first step.
+
+Each computes the log-probs of the same few completions. What one of them does not know (a key of
+config.json, a weight that was not loaded, a mask) shows here, and no list of keys is needed.
+"""
+from itertools import cycle, islice
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from batch import Batch, Completion, Micro, Sample
+from data import Prompt, Row
+from errors import SettingsError
+from rewards import Score
+from rollout import Request, hash_seed
+
+ROWS, LONGEST, TOKENS = 8, 2, 64  # prompts, of these the longest of all, and tokens after each
+ROUNDINGS, LEAST, MOST = 2, 0.005, 0.15  # the limit in bfloat16: roundings, and nats
+OF_ENGINE = "the engine did not take all weights, or lacks what this config.json asks for"
+OF_TRAINER = ("LogprobModel in model.py or attention in batch.py lacks what this model does, or a "
+              "row reaches its neighbour")
+
+
+def compare_policies(run):
+    """SettingsError if transformers, trainer and engine are not one policy; else the run says how
+    far they are apart. A reference of other files is compared too. A collective.
+
+    A gap is the mean over tokens of the difference of log-probs, in nats: rounding moves single
+    tokens much, and their mean little.
+    """
+    prompts = prompts_of(run)
+    samples, engine = sampled(run, prompts)
+    plain, noise = transformers_logprobs(run.policy, run, samples)
+    trainer = trainer_logprobs(run.policy, run, samples)
+    gaps = {"trainer and transformers": trainer - plain}
+    if engine is not None:
+        gaps["engine and trainer"] = engine - trainer
+    if run.inputs.reference:
+        theirs, _ = transformers_logprobs(run.reference, run, samples)
+        gaps["reference and transformers"] = trainer_logprobs(run.reference, run, samples) - theirs
+    means = torch.stack([gap.abs().mean() for gap in (*gaps.values(), noise)])
+    *means, rounding = run.world.max(means.nan_to_num(torch.inf)).tolist()
+    judge(run, dict(zip(gaps, means, strict=True)), rounding)
+
+
+def judge(run, gaps: dict[str, float], rounding: float):
+    """gaps, rounding: the largest of all ranks, in nats a token. Without --max_gap the limit in
+    bfloat16 is measured: gaps of right programs are about the rounding (bench/RESULTS.md)."""
+    given = run.args.run_args.max_gap
+    limit = given or 1e-3
+    what = f"--max_gap {limit:g}"
+    if run.dtype == torch.bfloat16 and not given:
+        limit = min(MOST, max(LEAST, ROUNDINGS * rounding))
+        what = f"{limit:.2g}: {ROUNDINGS} roundings of bfloat16, measured (or give --max_gap)"
+    for who, gap in gaps.items():
+        if gap > limit:
+            cause = OF_ENGINE if who.startswith("engine") else OF_TRAINER
+            raise SettingsError(f"{who} differ before an update by {gap:.2g} nats a token, more "
+                                f"than {what}; likely cause: {cause}")
+    found = ", ".join(f"{who} {gap:.1g}" for who, gap in gaps.items())
+    run.log.say(f"  compared this {run.policy.module.lm.config.model_type} before its first step, "
+                f"in nats a token: {found} (limit {limit:.1g})")
+
+
+def prompts_of(run) -> list[Prompt]:
+    """Those of the first rows, and of the longest; and one that leaves room for TOKENS alone: what
+    depends on the length (windows, scaled frequencies) shows there."""
+    rows = run.inputs.rows + run.inputs.eval_rows
+    longest = sorted(rows, key=lambda row: len(row.prompt_ids))[-LONGEST:]
+    rows = rows[:ROWS - len(longest)] + longest
+    words = [i for row in rows for i in row.prompt_ids]
+    longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
+    rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
+    return [Prompt(i, row) for i, row in enumerate(rows)]
+
+
+def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | None]:
+    """A completion of each by this rank's engine, and the log-probs (M,). Without an engine: words
+    of prompts, and None."""
+    room = min(TOKENS, run.args.max_tokens)
+    if run.engine:
+        with run.engine.generating(run.policy):
+            requests = [Request(p.row.prompt_ids, hash_seed(run.args.seed, "compare", p.position),
+                                room, p.row) for p in prompts]
+            done = run.engine.generate(requests, run.args.temperature)
+        engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
+    else:
+        words = np.resize(prompts[-1].row.prompt_ids, (len(prompts), room)).astype(np.int32)
+        done = [Completion(ids, np.zeros(room, np.float32), False) for ids in words]
+        engine = None
+    score = Score(0.0, {}, None)
+    return [Sample(p, c, "", score) for p, c in zip(prompts, done, strict=True)], engine
+
+
+def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
+    """(M,) of all sampled tokens. Each row but the longest is computed twice in one packed input,
+    and the second counts: it may not look at its neighbour. A collective."""
+    found = []
+    for sample in samples:
+        copies = [sample] if sample is samples[-1] else [sample, sample]
+        micro = Micro(Batch(copies), [*range(len(copies))], run.world.device)
+        with torch.no_grad():
+            logprobs, _ = policy.logprobs(micro, run.args.temperature)
+        found.append(logprobs[micro.row == len(copies) - 1].cpu().double())
+    return torch.cat(found)
+
+
+def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M,) of all sampled tokens, by transformers' own forward of each row alone; and in bfloat16
+    how far they move when each embedding does, by a rounding: so much right programs may differ.
+    A collective."""
+    heat, device = run.args.temperature, run.world.device
+    plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
+    if run.dtype != torch.bfloat16:
+        return plain, torch.zeros_like(plain)
+    hook = policy.module.lm.get_input_embeddings().register_forward_hook(off_by_a_rounding)
+    moved = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
+    hook.remove()
+    return plain, moved - plain
+
+
+def off_by_a_rounding(embedding, inputs, x):
+    """A forward hook: numbers move by at most half of bfloat16's last place."""
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) - 0.5
+    return (x.float() * (1 + 2**-7 * noise)).to(x.dtype)
+
+
+def plain_logprobs(policy, sample: Sample, heat: float, device):
+    """(n,) of the sampled tokens. heat: the temperature. A collective."""
+    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # one row: as it is
+    register_fsdp_forward_method(module, "plain_logits")
+    with torch.no_grad():
+        logits = module.plain_logits(policy.inputs(micro), micro.source)
+    module.reshard()
+    logprobs = (logits.cpu().double() / heat).log_softmax(-1)  # (n, V)
+    return logprobs.gather(-1, micro.targets.cpu().unsqueeze(-1)).squeeze(-1)
