@@ -189,16 +189,12 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
 
 
-PEER = RuntimeError("[/a/gloo/transport/tcp/pair.cc:5] Read error: Connection reset by peer")
-
-
 @pytest.mark.parametrize("ending, status, words", [
     (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This goes on: ./run.sh --name x\n"),
     (SettingsError("a sentence"), 2, "error: a sentence\n"),
     (NotWritten("a sentence"), 1, "error: a sentence\n"),
     (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback"),
-    (ConnectionResetError("Connection reset by peer"), 1, "[rank 0] failed:\nTraceback"),
-    (PEER, 1, f"[rank 0] ends because another rank ended ({PEER})\n")])
+    (ConnectionResetError("Connection reset by peer"), 1, "[rank 0] failed:\nTraceback")])
 def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words):
     """What torchrun shows of a failure is in its error file."""
     def leave(status):

@@ -1,19 +1,18 @@
 """A loss or an advantage of a file: what is refused before anything loads, and that the file stays
 the same. Their formulas are in test_reference.py."""
 import itertools
-import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import checkpoint
 import families
 import flags
 import grpo
 import plan
-import ranks
 from errors import SettingsError
+from log import Meter
 from settings import changed
 from test_losses import (
     BOUNDS,
@@ -33,12 +32,6 @@ ROOT = Path(__file__).parent.parent
 MINE = """
 def good(logp, old, A, row, **others):
     return -A * logp, {}
-
-def short(logp, old, A, row, **others):
-    return -A * logp, {"kept": logp[1:]}
-
-def bare(logp, old, A, row, **others):
-    return (-A * logp).sum()
 
 def refuses(args):
     if args.epochs > 1:
@@ -69,8 +62,6 @@ def refuses(args):
        {"advantage": name, "group": 1}) for name in ("rloo", *map(variant, (
            "gdpo", "lite_ppo", "maxrl")))),
     ("torn.py cannot be loaded: SyntaxError", {"loss": "torn.py:f"}),
-    ("it returns shapes [(3,), (2,)]", {"loss": "mine.py:short"}),
-    ("of three tokens it raises TypeError: ", {"loss": "mine.py:bare"}),
 ])
 def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
@@ -79,6 +70,15 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     flags.own.cache_clear()
     found, = plan.problems(changed(grpo.Args(), lr=1e-6, **settings), 1)
     assert words in found
+
+
+@pytest.mark.parametrize("metrics", [{"loss/policy": torch.tensor(1.0)},
+                                     {"loss/policy": torch.ones(3), "kept": torch.ones(2)}])
+def test_a_loss_of_another_shape_ends_the_first_step(metrics):
+    """A mean over the micro-batch would depend on how rows are cut."""
+    meter = Meter(SimpleNamespace(device="cpu"))
+    with pytest.raises(SettingsError, match=r"must have a number for each of 3 tokens; its shape"):
+        meter.add(torch.ones(3), metrics)
 
 
 @pytest.mark.parametrize("least, trained", [("", 3), ("LEAST = 2", 0)])
@@ -97,21 +97,6 @@ def test_an_advantage_of_a_file_says_whether_it_compares(least, trained, tmp_pat
     if trained:
         A = grpo.compute_advantages(args, batch, tokens, None, None)
         assert A.tolist() == [-0.5] * 5  # of each token
-
-
-def files_of(world, folder: str) -> list[str]:
-    """What set_up compares, where rank 2 has a file of its own."""
-    os.chdir(f"{folder}/{world.rank // 2}")
-    return world.differences(checkpoint.code_digests({"loss": "mine.py:good"}))
-
-
-def test_a_file_is_the_same_on_all_ranks(tmp_path):
-    for machine, text in ("0", MINE), ("1", MINE.replace("-A", "-2 * A")):
-        (tmp_path / machine).mkdir()
-        (tmp_path / machine / "mine.py").write_text(text)
-    found, = ranks.results(3, files_of, str(tmp_path))[0]
-    assert found.startswith("code of --loss mine.py:good is ")
-    assert "rank 2; it must be the same" in found
 
 
 @pytest.mark.parametrize("name", BOUNDS)
