@@ -219,9 +219,10 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
         return in_template(messages, tokenizer, options, add_generation_prompt=True)
 
     for key, value in options.items():
-        others = {name: it for name, it in options.items() if name != key}
-        flipped = options | {key: not value}  # a switch may be given its default
-        if text_of(options=others) == text_of() == text_of(options=flipped):
+        others = [{name: it for name, it in options.items() if name != key}]
+        if isinstance(value, bool):  # a switch may be given its default
+            others.append(options | {key: not value})
+        if all(text_of(options=other) == text_of() for other in others):
             raise no_place(key)
     meant = [key for m in messages for key, value in m.items()
              if key not in KEYS and value not in (None, "", [], {})]
@@ -290,7 +291,7 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
     if not found:
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
     with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
-        rows = list(vars(load_file(found[0].resolve()))[name](seed))
+        rows = list(getattr(load_file(found[0].resolve()), name)(seed))
         wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
         if wrong:
             raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -259,6 +260,9 @@ def run(main, *args):
 
 def say_why(error: BaseException, report):
     """Prints why this rank ends, and tells torchrun. A mistake in the settings has no traceback."""
+    if td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
     said = f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):
         said, error = f"error: {error}", error.with_traceback(None)

@@ -326,12 +326,13 @@ class Memory:
         """Bytes of a token: what the layers keep for backward, and the work of one of them."""
         layer, vector = self.layer(shape, phase.keys), self.c * shape.hidden
         beside = 8 * vector  # between and after the layers
-        if not update:
-            return layer + beside
-        mlp = 2 * self.c * shape.wide  # gradients of two of its four activations
+        mlp = 4 * self.c * shape.wide  # its four activations
+        if not update:  # a layer's MLP comes after the rest of it is freed
+            return max(mlp, layer - mlp) + beside
+        kept = shape.layers * layer
         if self.args.model_args.checkpointing:  # each layer keeps its input, one is computed again
-            return layer + shape.layers * vector + mlp + beside
-        return shape.layers * layer + mlp + beside
+            kept = shape.layers * vector + layer
+        return kept + mlp / 2 + beside  # gradients of two of the four
 
     def layer(self, shape: Shape, keys: int) -> float:
         """Bytes of a token that one layer keeps for backward. keys: see Phase."""
