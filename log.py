@@ -455,10 +455,14 @@ def token_row(s: Sample, decode=None) -> dict:
     advantages = np.zeros(len(ids))
     advantages[sampled] = s.advantages
     numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
+    # A kind of completion may have more vectors with a number a token.
+    numbers |= {name: x for name, x in vars(s.completion).items() if isinstance(x, np.ndarray)
+                and x.shape == sampled.shape and name not in ("ids", "logprobs", "sampled")}
     # Some tokenizers drop a space at the start: a token's text is the second of two.
     texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
     return {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
-        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
+        name: (x.astype(np.float64).round(7) if x.dtype.kind == "f" else x).tolist()
+        for name, x in numbers.items()}
 
 
 def short(row: dict) -> str:

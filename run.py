@@ -238,8 +238,7 @@ class Run:
                 self.save(self.end)
                 return self.stopped(self.end)
             if flags.export:
-                export_model(self.policy, self.inputs.source, self.log.folder / "model",
-                             self.inputs.ends)
+                self.export()
             ask("end", self)
             missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(self.args.steps)
@@ -248,6 +247,10 @@ class Run:
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()
         return int(missed)
+
+    def export(self):
+        """Writes the trained model to runs/NAME/model. A collective."""
+        export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
 
     def close(self):
         """Ends workers and engine. A collective."""

@@ -11,7 +11,7 @@ import dist
 import rollout
 import run
 from batch import Completion, Sample
-from data import Prompt, Row
+from data import Prompt, Row, Stream
 from house import SCRIPTS
 from rewards import Score
 from settings import changed
@@ -88,13 +88,13 @@ def run_of(folder, given=None, **more) -> run.Run:
         source="start", reference=None, tokenizer=None, waits=[], ends=[4], notes=[])
     vars(it).update(
         args=given or args(eval_data="tiny", steps=4), world=world, inputs=inputs, settings={},
-        start=4, kl_coef=0.0, stream=SimpleNamespace(position=0, state=dict),
+        start=4, kl_coef=0.0, stream=Stream(rows(4), 0),
         stop=SimpleNamespace(agreed=lambda: False), reference=None, critic=None, engine=None,
         policy=SimpleNamespace(engine=lambda kind, *given: kind), scorer=MagicMock(),
         close=MagicMock())
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], said=[], world=world, writing=False)
     it.log.say = it.log.said.append
-    vars(it).update(more)
+    vars(it).update({"stateful": {"stream": it.stream}} | more)
     return it
 
 

@@ -104,9 +104,9 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     def ppo(kl_reward_coef: float) -> run.Run:
         it = run_of(tmp_path, args(keep=3), engine=MagicMock(), kl_coef=kl_reward_coef, settings={
             "kl_reward_coef": kl_reward_coef})
-        it.args.critic_args, it.args.kl_target, it.inputs.rows = True, 0.1, ["a row"]
-        it.args.kl_reward_coef = kl_reward_coef
-        it.engine.state.return_value = {"flight": ["a group"]}
+        it.args = SimpleNamespace(**vars(it.args) | {
+            "critic_args": True, "kl_target": 0.1, "kl_reward_coef": kl_reward_coef})
+        it.stateful["another"] = MagicMock(state_dict=lambda: ["a part's"])
         return it
 
     it, again = ppo(0.1), ppo(now)
@@ -118,8 +118,7 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     again.restore(found)
     assert loaded == [(found, again.world, again.trained)]
     assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (coef, 2, 7)
-    again.engine.restore.assert_called_once_with(found.state, ["a row"])
-    assert found.state["flight"] == ["a group"]
+    again.stateful["another"].load_state_dict.assert_called_once_with(["a part's"])
 
 
 @pytest.mark.parametrize("steps, flags, after", [

@@ -167,9 +167,7 @@ def adapter_config(lora: LoraArgs, base: str, layers) -> dict:
 def export(run) -> None:
     """Writes the adapters alone to runs/NAME/adapter: peft's two files, in float32, by rank 0. A
     collective."""
-    policy, name, source = run.policy, run.args.model, run.inputs.source
-    # It outlives the run, and may be read in another folder: a name of the hub, or a whole path.
-    base = str(Path(source).absolute()) if source == name or is_tiny(name) else name
+    policy, base = run.policy, base_of(run.args.model, run.inputs.source)
     layers = [name.removesuffix(".weight") for name in policy.layers]
     weights = {name: tensor.float().cpu().contiguous()
                for name, tensor in tensors(policy.module.lm, run.world.device)}
@@ -178,6 +176,12 @@ def export(run) -> None:
             config = adapter_config(run.args.parts.lora, base, layers)
             save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
             (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
+def base_of(name: str, source: str) -> str:
+    """What an adapter calls its base. It outlives the run, and may be read in another folder: a
+    name of the hub, or a whole path. name: --model. source: its folder."""
+    return str(Path(source).absolute()) if source == name or is_tiny(name) else name
 
 
 class Base:

@@ -10,12 +10,10 @@ import argparse
 import base64
 import gzip
 import importlib
-import io
 import json
 import os
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -146,38 +144,21 @@ def shortened(text, most: int | None):
 
 def block(rows: list[dict], with_tokens: bool, most: int | None, step: int = 0) -> str:
     """The completions of a file, packed. most: characters of a text. step: in its name."""
-    prompts = dict.fromkeys(map(prompt_of, rows))
+    prompts = dict.fromkeys(row["prompt"] for row in rows)
     index = {prompt: i for i, prompt in enumerate(prompts)}
     kept = []
     for row in rows:
         turns = row.get("turns") or []
         kept.append({
-            "p": index[prompt_of(row)], "position": row.get("position"),
+            "p": index[row["prompt"]], "position": row.get("position"),
             "text": shortened(row["completion"], most), "reward": row["reward"],
             "rewards": row.get("rewards"), "advantage": row.get("advantage"),
             "n": row["tokens"], "cut": row["truncated"],
             "answer": shortened(as_text(row.get("answer")), most),
             "turns": [[t["role"], shortened(as_text(t["content"]), most), t.get("paid")]
                       for t in turns] if len(turns) > 1 else None})
-    pictures = [[small(path) for path in paths if most is None and Path(path).is_file()]
-                for _, paths in prompts]
-    return packed({"prompts": [shortened(text, most) for text, _ in prompts], "rows": kept,
-                   "pictures": pictures, "tokens": tokens(rows, step) if with_tokens else None})
-
-
-def prompt_of(row: dict) -> tuple[str, tuple[str, ...]]:
-    """Its text and its pictures: other pictures make another prompt."""
-    return row["prompt"], tuple(row.get("images", ()))
-
-
-@cache
-def small(path: str) -> str:
-    """A picture of at most 128 x 128 pixels, for the page."""
-    from PIL import Image, ImageOps
-    image, file = ImageOps.exif_transpose(Image.open(path)).convert("RGB"), io.BytesIO()
-    image.thumbnail((128, 128))
-    image.save(file, "png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return packed({"prompts": [shortened(text, most) for text in prompts], "rows": kept,
+                   "tokens": tokens(rows, step) if with_tokens else None})
 
 
 def as_text(value) -> str:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import families
 import grpo
-import house
 import learning
 import model
 import plan
@@ -43,8 +42,10 @@ def test_a_mixture_is_its_equation(folder, name):
     lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float64,
                                               experts_implementation="eager")
     block, x = experts.blocks(lm)[1], torch.randn(1, 40, 64, dtype=torch.float64)
-    routing, (E, k) = experts.Mixture(lm.config), (block.gate.num_experts, block.gate.top_k)
-    routing.follow(lm, None)
+    E, k = block.gate.num_experts, block.gate.top_k
+    routing = experts.RoutedPolicy(SimpleNamespace(
+        lm=lm, named_parameters=lm.named_parameters, parameters=lm.parameters), None,
+        changed(grpo.Args(), replay_routing=True))
     chosen = (x[0] @ block.gate.weight.T).topk(k).indices  # (40, k)
     other = (chosen + 1) % E
     for routes in (None, chosen, other):
@@ -63,9 +64,8 @@ def test_a_mixture_is_its_equation(folder, name):
 
 def built(world, folder: str, **options):
     args = learning.arguments(**options)
-    module = float64.build(model.LogprobModel, folder, world, args.model_args,
-                           adapters=house.adapters(args))
-    return model.Policy(module, world, args.model_args, args.optimizer_args, args)
+    kinds = model.kinds(args, model.config_of(folder))
+    return kinds.policy(float64.build(kinds.logprob_model, folder, world, args), world, args)
 
 
 def exported(world, folder: str) -> list[str]:
@@ -91,7 +91,7 @@ def replayed(world, folder: str) -> tuple:
     """Log-probs with the policy's own routes; with them replayed; with others."""
     batch, policy = Batch(learning.fabricate("plain", 3)), built(world, folder, replay_routing=True)
     own, seen = scores(policy, batch), {}
-    for layer, router in enumerate(policy.family.routers):
+    for layer, router in enumerate(policy.routers):
         router.register_forward_hook(
             lambda _, given, out, layer=layer: seen.update({layer: out[2]}))
     for sample in batch.samples:  # each row alone
@@ -149,23 +149,16 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", stub)
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     for routes in (True, False):
-        engine = experts.mixing(rollout.Engine, routes)(
-            "folder", World(0, 1, 0, 1, torch.device("cpu"), None), rollout.EngineArgs(),
-            tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
-            kv_cache=0, log=None, trained=[])
+        world = World(0, 1, 0, 1, torch.device("cpu"), None)
+        policy = SimpleNamespace(args=changed(grpo.Args(), replay_routing=routes), module=(
+            SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))))
+        engine = families.engine_of("folder", world, policy)
         assert given["enable_return_routed_experts"] == routes
     routes = np.zeros((5, 2, 2))
     found = engine.completion(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))
     assert found.routes is routes
-
-
-def test_a_run_asks_its_engine_for_them(monkeypatch):
-    monkeypatch.setattr(experts, "mixing", lambda *given: given)
-    for replays in True, False:
-        args = changed(grpo.Args(), replay_routing=replays)
-        assert experts.Mixture.engine(None, "kind", args, None) == ("kind", replays)
 
 
 def test_the_load_of_a_layer():
@@ -180,8 +173,8 @@ def test_the_load_of_a_layer():
      "v_proj o_proj (got gate_proj)."),
     (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
     (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
-    (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing is for "
-     "completions of one round"),
+    (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing needs "
+     "whole completions"),
     (dict(freeze_router=True), None), (dict(replay_routing=True), None)])
 def test_refusals(folder, flags, words):
     shape = shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))

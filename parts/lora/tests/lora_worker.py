@@ -3,6 +3,7 @@ adapters, the same engine with merged weights, and the trainer. Rank 0 writes OU
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(1, str(Path(__file__).parents[3] / "tests"))
@@ -12,18 +13,15 @@ import data
 import dist
 import families
 from checkpoint import export_model
-from model import ModelArgs, OptimizerArgs, build
 from parts.lora import lora
 from rollout import Engine, Request, hash_seed
 
 
 def main(folder: str, out: str, tp: str) -> None:
-    world, args = dist.join(120), lora.LoraArgs(lora_rank=4)
-    weights, (kind, _, adapted) = ModelArgs(), lora.kinds(args, folder, folder)
-    policy = adapted(build(kind, folder, world, weights, seed=7), world, weights, OptimizerArgs())
+    world = dist.join(120)
+    policy = families.trainer_of(folder, world, lora_rank=4, lora_sync="adapter", seed=7)
     base = families.trainer_of(folder, world)
-    engine = families.engine_of(
-        folder, world, policy, int(tp), kind=lora.taking(Engine, policy.config))
+    engine = families.engine_of(folder, world, policy, int(tp))
     # 200 tokens are more than a cache block (128 on CPU): a stale prefix would be used.
     rows = [data.Row(i, "", [(7 * i + j) % 317 + 3 for j in range(200)], None, {}, "")
             for i in range(5)]
@@ -49,7 +47,7 @@ def main(folder: str, out: str, tp: str) -> None:
         world.barrier()
 
     def adapt() -> None:
-        engine.bring(policy)
+        engine.load(policy)
 
     def learn() -> None:
         batch = sampled()
@@ -75,7 +73,8 @@ def main(folder: str, out: str, tp: str) -> None:
     found["moved"] = {n: float((after[n] - start[n]).abs().max()) for n in start}
     found["reference"] = bool(torch.equal(scored(batch, lora.Base(policy)), scored(batch, base)))
     found["effect"] = float((scored(batch) - scored(batch, base)).abs().max())
-    engine.load(policy.weights(engine.dtype))  # the same engine, without an adapter
+    engine.request = None  # the same engine, without an adapter
+    Engine.load(engine, policy)
     gap("merged")
     adapt()  # it takes the base again
     gap("adapter again")
@@ -94,7 +93,8 @@ def main(folder: str, out: str, tp: str) -> None:
     adapt()
     found["untouched"] = all(torch.equal(p, last[n]) for n, p in everything().items())
     found["batch"], found["logprobs"] = batch, scored(batch)
-    policy.export(Path(out).parent)
+    lora.export(SimpleNamespace(policy=policy, args=policy.args, world=world, log=SimpleNamespace(
+        folder=Path(out).parent), inputs=SimpleNamespace(source=folder)))
     export_model(policy, folder, f"{out}.model")
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))

@@ -88,7 +88,7 @@ def test_vllm_serves_the_adapter(found):
 
 def started(world, folder: str) -> dict:
     """The parameters of a bfloat16 model with new adapters, whole, and their own dtypes."""
-    policy = families.trainer_of(folder, world, dtype="bfloat16", lora_rank=4)
+    policy = families.trainer_of(folder, world, dtype="bfloat16", lora_rank=4, seed=7)
     module = policy.module
     return {n: (p.dtype, n in policy.parameters, p.detach().full_tensor().float().numpy())
             for n, p in module.named_parameters()}
@@ -155,9 +155,11 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
     monkeypatch.setattr(lora, "tensors", lambda *all: [])
     monkeypatch.setattr(lora, "save_file", fails)
     with pytest.raises(SettingsError, match="no space"):
-        policy = SimpleNamespace(module=SimpleNamespace(lm=None), config={},
-                                 world=SimpleNamespace(rank=0, device="cpu"))
-        lora.Adapted.export(policy, tmp_path)
+        policy = SimpleNamespace(module=SimpleNamespace(lm=None), layers=[])
+        lora.export(SimpleNamespace(
+            policy=policy, args=changed(grpo.Args(), model="a/b"), log=SimpleNamespace(
+                folder=tmp_path), world=SimpleNamespace(rank=0, device="cpu"),
+            inputs=SimpleNamespace(source="a/b")))
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
 
 
@@ -189,15 +191,12 @@ def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them
 def test_an_adapter_names_its_base_so_that_any_folder_finds_it(
         name, folder, base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    *_, policy = lora.kinds(lora.LoraArgs(2), name, folder)
-    assert policy.keywords["base"] == base.format(here=tmp_path)
+    assert lora.base_of(name, folder) == base.format(here=tmp_path)
 
 
 @pytest.mark.parametrize("rank, room", [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
 def test_an_engine_has_room_for_the_rank(rank, room):
-    class Plain:
-        def options(self, max_len):
-            return {}
-
-    kind = lora.taking(Plain, {"r": rank, "target_modules": ["q_proj"]})
-    assert kind.options(object.__new__(kind), 9)["max_lora_rank"] == room
+    engine = object.__new__(lora.TakingEngine)
+    vars(engine).update(config={"r": rank, "target_modules": ["q_proj"]}, on_gpu=True,
+                        args=SimpleNamespace(eager=False, max_num_seqs=0))
+    assert engine.options(9)["max_lora_rank"] == room

@@ -1,6 +1,4 @@
 """pictures/: what is seen is what transformers' processor and model see, in trainer and engine."""
-import base64
-import gzip
 import io
 import json
 import math
@@ -24,7 +22,6 @@ import data
 import families
 import grpo
 import inputs
-import log
 import model
 import plan
 import texts
@@ -32,7 +29,7 @@ from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
-from house import module, needs
+from house import module
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.pictures import kinds
@@ -518,18 +515,6 @@ def test_adapters_are_in_the_text_model_alone(family):
     lora.put_in(lm, lora.LoraArgs(4), torch.float32)
     trained = [name for name, p in lm.named_parameters() if p.requires_grad]
     assert trained and all(f"model.{LAYERS[lm.config.model_type][1]}" in name for name in trained)
-
-
-@needs("report")
-def test_the_report_has_the_pictures_of_each_prompt(folder):
-    """Equal texts with other pictures are other prompts."""
-    rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
-    block = module("parts.report.report").block(rows, False, None)
-    made = json.loads(gzip.decompress(base64.b64decode(block)))
-    assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
-    for (source,), name in zip(made["pictures"], "ab", strict=True):
-        image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
-        assert image.tobytes() == Image.open(folder / f"{name}.png").tobytes()
 
 
 # ---- the engine ----
