@@ -111,8 +111,8 @@ def tried(world, folder: str) -> dict[str, tuple]:
     for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
-            model.build(model.LogprobModel, folder, world, args),
-            world, args.model_args, args.optimizer_args) for _ in range(2)]
+            model.build(model.LogprobModel, folder, world, args), world, args)
+            for _ in range(2)]
         calls = []
 
         def counted(logits, theirs, kind, calls=calls):
