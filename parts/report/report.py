@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from errors import SettingsError, command  # noqa: E402
-from log import finished_steps, is_evaluation, read, read_metrics, write_whole  # noqa: E402
+from log import is_evaluation, read, read_metrics, write_whole  # noqa: E402
 from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402
 
@@ -93,11 +93,11 @@ def curves(run: Path) -> dict[str, list]:
 def about(run: Path, group: int) -> dict:
     """A run without its completions."""
     plan = run / "plan.txt"
-    args = read(run / "args.json")
+    args, found = read(run / "args.json"), curves(run)
     return {"name": os.path.relpath(run), "group": group, "seed": args.get("seed"),
-            "versions": args.get("versions", {}), "flags": changed(args), "curves": curves(run),
+            "versions": args.get("versions", {}), "flags": changed(args), "curves": found,
             "plan": plan.read_text() if plan.exists() else "",
-            "steps": args["steps"], "done": finished_steps(run) == args["steps"]}
+            "steps": args["steps"], "done": found["step"][-1:] == [args["steps"]]}
 
 
 def quantized(values) -> dict:
