@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import SettingsError
 from log import finished_steps, is_evaluation, read, read_metrics
 
-KEPT = ("step|reward/.*|eval/(.*/)?(pass@1.*|rows)|policy/entropy|grad/norm|loss/policy|time/step|"
-        "memory/peak_gb|rollout/(length_mean|truncated_frac|logprob_gap_max|tokens)")
+KEPT = ("step|reward/(?!std).*|eval/(.*/)?pass@1.*|eval/rows|policy/entropy|grad/norm|time/step|"
+        "memory/peak_gb|rollout/(length_mean|logprob_gap_max)")
 
 
 def machine() -> str:
@@ -27,8 +27,8 @@ def machine() -> str:
 
 
 def short(value):
-    """6 digits."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    """4 digits."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def columns(rows: list[dict]) -> dict[str, list]:
@@ -60,7 +60,7 @@ def job_of(folders: list[Path], command: str, note: str) -> dict:
 
 def as_text(job: dict) -> str:
     """A line for each list of numbers."""
-    return json.dumps(job).replace('], "', '],\n"') + "\n"
+    return json.dumps(job, separators=(",", ":")).replace('],"', '],\n"') + "\n"
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_the_speedrun_counts_the_training_before_the_goal():
 def test_the_table_is_what_the_files_say():
     page = (table.HERE / "README.md").read_text()
     assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
-    needed = {"reward/mean", "policy/entropy", "rollout/length_mean", "loss/policy", "grad/norm",
+    needed = {"reward/mean", "policy/entropy", "rollout/length_mean", "grad/norm",
               "rollout/logprob_gap_max", "time/step", "memory/peak_gb"}
     assert len(table.jobs()) >= (10 if GONE else 30)
     for job in table.jobs().values():
@@ -226,7 +226,7 @@ def test_the_table_is_what_the_files_say():
             assert one["evaluations"]["step"] == [0, len(steps)]
             assert all(len(column) == len(steps) for column in one["steps"].values())
     assert sum(path.stat().st_size for path in table.HERE.rglob("*.*")
-               if "__pycache__" not in path.parts) < 1_000_000
+               if "__pycache__" not in path.parts) < 600_000
 
 
 def test_the_example_is_seed_0_of_its_job():
@@ -252,7 +252,7 @@ def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
     assert [run.args["seed"] for run in runs] == [0, 1]
     assert [len(group) for group in plot.find([tmp_path / "job.json"])] == [2]
     assert runs[1].metrics == {
-        "step": {0: 0, 1: 1, 2: 2}, "reward/mean": {1: 0.123457}, "reward/exact": {1: 1, 2: 0},
+        "step": {0: 0, 1: 1, 2: 2}, "reward/mean": {1: 0.1235}, "reward/exact": {1: 1, 2: 0},
         "grad/norm": {2: 1.5}, "eval/pass@1": {0: 0.25, 2: 0.75}, "eval/rows": {0: 4, 2: 4}}
     assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c"
     ends = [plot.ends(run, "reward/exact") for run in runs]
