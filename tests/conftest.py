@@ -39,7 +39,7 @@ ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference
 PROMISES = {  # what the tests hold: promise: its files
     "the same update on any ranks and budgets": """
         same_update ppo layouts situations packing float64 dist prove""",
-    "each formula is the paper's": "losses variants reference which",
+    "each formula is the paper's": "losses variants reference",
     "exact resume from any kill": "checkpoint resume faults run",
     "refused before weights load, or it runs": """
         claims plan weights memory memory_tracker newcomer dry_run gpu bench_gpu""",

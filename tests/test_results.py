@@ -112,7 +112,7 @@ def test_mistakes_are_one_sentence(tmp_path):
     for words, sentence in [
             ([a, "--"], r"set B has the seeds \[\]"), ([a, "--", "x"], "x is not a run"),
             ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
-            ([ROOT / "bench/which.json", "--", b], "which.json is no job's file"),
+            ([ROOT / "which/which.json", "--", b], "which.json is no job's file"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
         with pytest.raises(SettingsError, match=sentence) as error:
             compare.main([str(word) for word in words])

@@ -1,7 +1,7 @@
 """Which GRPO are you running? Released code of nine systems and this project, on the same numbers.
 
-    python bench/which.py              the tables of docs/learn/which_grpo.md, a minute
-    python bench/which.py --vectors    writes bench/which.json: by the papers' formulas and polgrad
+    python which/which.py              the tables of docs/learn/which_grpo.md, a minute
+    python which/which.py --vectors    writes which/which.json: by the papers' formulas and polgrad
 
 pip downloads the wheels (pinned below, without their dependencies, 7 MB) into runs/wheels. None of
 them is installed: the text of a function or of some lines is taken out of the wheel and run here,
@@ -11,7 +11,7 @@ over ranks (DDP, FSDP), and the division by the number of micro-batches where a 
 
 To hold a loss of your own to the vectors:
 
-    cases = json.load(open("bench/which.json"))
+    cases = json.load(open("which/which.json"))
     for case in cases["losses"]:
         logp, old = (pad(case[name]) for name in ("logp", "old"))   # rows of tokens -> your shape
         loss = mine(logp, old, pad(case["advantages"]), **case["flags"])
@@ -46,7 +46,7 @@ import losses
 import reference_losses
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER, VECTORS = ROOT / "runs/wheels", ROOT / "bench/which.json"
+FOLDER, VECTORS = ROOT / "runs/wheels", ROOT / "which/which.json"
 WHEELS = ("trl==1.16.0", "verl==0.9.1", "openrlhf==0.11.2", "skyrl==0.3.0", "ms-swift==4.6.0",
           "oat-llm==0.2.4", "areal==1.0.4", "openpipe-art==0.5.18", "tinker-cookbook==0.6.1",
           "polgrad==0.2.1")

@@ -1,5 +1,5 @@
-"""bench/which.json: our losses, advantages and weights give its numbers, and ranks add up to them.
-docs/learn/which_grpo.md: it has what bench/which.py prints, and its recipes give the updates of
+"""which/which.json: our losses, advantages and weights give its numbers, and ranks add up to them.
+docs/learn/which_grpo.md: it has what which/which.py prints, and its recipes give the updates of
 other systems, by their released code (slow: it downloads their wheels)."""
 import json
 import subprocess
@@ -14,12 +14,11 @@ import flags
 import grpo
 import losses
 import plan
-from bench import which
-from house import has
+import which
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/learn/which_grpo.md").read_text()
-DATA = json.loads((ROOT / "bench/which.json").read_text())
+DATA = json.loads((ROOT / "which/which.json").read_text())
 pytestmark = pytest.mark.filterwarnings("ignore:cov")  # ART's correlation of one number
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++-baseline")
 
@@ -72,8 +71,6 @@ def test_losses_and_their_sums_over_ranks(case, ranks):
 def test_advantages(case, kind):
     rewards, group = flat(case["rewards"]), len(case["rewards"][0])
     given = {"scored": torch.ones(len(rewards), dtype=torch.bool), "eps": case["eps"]}
-    if kind == "maxrl" and not has("variants"):
-        pytest.skip("without variants")
     if kind == "maxrl":
         function = flags.own("advantage", "variants/maxrl.py:maxrl").function
         found = function(rewards, group, **given)
