@@ -1,4 +1,5 @@
 """What README.md and docs/ say is true: what they name, link to, print, draw, cite and count."""
+import inspect
 import json
 import re
 import shlex
@@ -200,6 +201,16 @@ def forks() -> dict[str, tuple[str, str]]:
     found = re.findall(r"```\ncat > (\w+\.py) <<'END'\n(.*?)^END\n\./run\.sh (.*?)\n```",
                        TEXT["README.md"] + "".join(map(TEXT.get, PARTS)), re.S | re.M)
     return {name: (text, flags) for name, text, flags in found}
+
+
+def test_the_idea_of_the_readme_stands_in_learn():
+    """In this order; `...` stands for lines that are left out."""
+    block = re.search(r"```python\n(.*?)```", TEXT["README.md"], re.S)[1]
+    code = inspect.getsource(grpo.learn)
+    for shown in block.splitlines():
+        if shown.strip() != "...":
+            assert f"{shown}\n" in code, shown
+            code = code.partition(f"{shown}\n")[2]
 
 
 def test_the_forks_of_the_readme_run(tmp_path):
@@ -407,4 +418,3 @@ def test_the_pages_are_few_and_short():
         path.parent == ROOT or path.is_relative_to(ROOT / "docs"))]
     assert len(pages) <= 15
     assert sum(page.stat().st_size for page in [*pages, *map(ROOT.joinpath, PARTS)]) <= 168_000
-    assert len(TEXT["README.md"].splitlines()) <= 115

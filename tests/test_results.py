@@ -279,7 +279,7 @@ def test_the_readme_quotes_the_first_command():
                f"reward, first 3 and last 10 of {len(steps)} steps: {sum(rewards[:3]) / 3:.3f} -> "
                f"{sum(rewards[-10:]) / 10:.3f}"]
     readme = (ROOT / "README.md").read_text()
-    block = readme.partition("plan for grpo.py")[2].partition("```")[0].splitlines()[1:]
+    block = readme.partition(": a new run.")[2].partition("```")[0].splitlines()[1:]
     for line, quoted in zip(printed, block, strict=True):
         assert line.startswith(quoted.removesuffix("...").rstrip()), (line, quoted)
     assert f"`step 1  reward {rewards[0]:.4f} ...`" in readme

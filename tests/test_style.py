@@ -16,7 +16,8 @@ LARGEST, TOTAL = 600, 452_000  # lines of a file, bytes of all
 APART = ("nano.py", "sft.py", "distill.py",  # scripts that stand beside the components
          "parts/report/",  # it was a tool
          "parts/conftest.py")
-AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants", "which")
+AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants",
+          "which")
 PYTHON = [path for path in tracked() if path.suffix == ".py"]
 FILES = {str(path.relative_to(ROOT)): path for path in PYTHON
          if not {path.relative_to(ROOT).parts[0], path.parent.name} & {*AROUND}
