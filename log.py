@@ -341,7 +341,9 @@ class Log:
         """LINE, and the time left."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
-            shown.append("nothing to learn from")
+            equal = row.get("batch/groups_equal") == 1
+            shown.append("nothing to learn from" + (
+                ": all rewards of each prompt are equal" if equal else ""))
         if row.get("rollout/turns_mean", 1) > 1:
             shown.append(f"turns {row['rollout/turns_mean']:.2f}")
         at = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"

@@ -244,7 +244,8 @@ class Run:
             self.log.finish(self.args.steps)
             log.draw_curve(self.log)
         missed = self.world.any_rank(missed)
-        self.log.say(f"the run is in {self.log.folder}/")
+        files = sorted(path.name for path in self.log.folder.glob("[!.]*"))
+        self.log.say(f"the run is in {self.log.folder}/ with {', '.join(files)}")
         self.close()
         return int(missed)
 

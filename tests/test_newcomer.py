@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 import checkpoint
+import data
 import flags
 import grpo
 import inputs
@@ -193,14 +193,17 @@ def test_a_value_of_a_run_that_its_flag_does_not_take_is_one_sentence(
     assert "runs/old/args.json" in str(error.value) and f"--{name}" in str(error.value)
 
 
-def test_a_reward_of_the_first_page_gives_numbers_or_none():
+def test_the_task_of_the_first_page_is_one_file(tmp_path):
     page = ROOT / "docs" / "use" / "start.md"
-    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    mine = tmp_path / "mine.py"
+    mine.write_text(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1])
+    assert len(mine.read_text().splitlines()) <= 30
+    rows, held = (data.read(f"{mine}:{name}", 0)[0] for name in ("rows", "held_out"))
+    asked, others = ({row["prompt"] for row in found} for found in (rows, held))
+    assert len(rows) == 500 and len(held) == 200 and not asked & others
     names = {}
-    exec(textwrap.dedent(code), names)
-    answers = [(7, 1.0), ("Red", 0.0), (None, None), ("7", 1.0)]
-    assert [names["named"]("It is 7", answer) for answer, _ in answers] == [
-        value for _, value in answers]
+    exec(mine.read_text(), names)
+    assert [names["score"](text, "01234") for text in ("01234", "0123", "43210")] == [1, 0.8, 0.2]
 
 
 def test_a_resume_says_what_becomes_of_rates_and_weights():

@@ -166,11 +166,16 @@ def draw(groups: list[list[Run]], path, rewards: tuple[str, ...] = ("reward/mean
             curve(axis, [run.metrics[name] for run in group], f"C{i}", label)
         axis.set(title=name, xlabel="step", ylabel=UNITS.get(name, "mean of a step"))
         low, high = axis.get_ylim()
+        least = 0.1 * max(abs(low), abs(high))  # a narrower axis would make noise a crash
+        if high - low < least:
+            axis.set_ylim((low + high - least) / 2, (low + high + least) / 2)
         if name in (*rewards, "eval/pass@1") and -0.2 < low and high < 1.2:
             axis.set_ylim(-0.03, 1.03)  # shares have one scale in all pictures
     if len(labels) > 1:
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=min(5, len(labels)))
+    figure.suptitle(f"{runs[0].args.get('script', '')} {runs[0].path}" if len(runs) == 1
+                    else f"{len(runs)} runs")
     figure.savefig(path)
 
 

@@ -110,7 +110,7 @@ def shrunk(args):
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
                  epochs=2 if args.minibatches == 1 else min(args.epochs, 2), max_tokens=LONGEST,
                  dtype="float64", shard_size=0, offload=(), cpu_offload=False, max_grad_norm=0.0)
-    print("tried with:", sizes)
+    print("tried: `learn`, one update. Not tried: `train`, the loop around it. With:", sizes)
     return budget(changed(args, **sizes), 1 << 20)
 
 
