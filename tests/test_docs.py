@@ -255,17 +255,12 @@ def test_the_forks_of_the_readme_print_what_it_says(tmp_path):
     assert not turns or f"fall from {turns[0]}" in TEXT["parts/turns/README.md"]
 
 
-def test_a_task_of_your_own_is_checked_by_the_plan_that_the_page_gives(tmp_path):
+def test_the_task_of_the_first_page_is_checked_by_the_plan_that_it_gives(tmp_path):
     page = TEXT["docs/use/start.md"]
-    code = re.sub("^   ", "", re.search("```python\n(.*?)```", page, re.S)[1], flags=re.M)
-    exec(code, names := {})
-    assert names["named"]("It is RED.", "red") == 1.0
-    command, = re.findall(r"^   python grpo.py (--plan .*)$", page, re.M)
-    for name, text in ("rows.jsonl", re.findall(r"echo '(.*?)' > rows.jsonl", page)[0]), (
-            "mine.py", code):
-        (tmp_path / name).write_text(text)
-        command = command.replace(name, str(tmp_path / name))
-    assert "plan for grpo.py on 1 rank: 1 prompts" in printed("grpo.py", *command.split())
+    (tmp_path / "mine.py").write_text(re.search("```python\n(.*?)```", page, re.S)[1])
+    command, = re.findall(r"^python grpo.py (--plan .*)$", page, re.M)
+    command = command.replace("mine.py", str(tmp_path / "mine.py"))
+    assert "plan for grpo.py on 1 rank: 64 prompts" in printed("grpo.py", *command.split())
 
 
 def check_loss(function) -> None:
