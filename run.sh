@@ -125,7 +125,7 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
 run_tests() {
   local status=0
   export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1  # on the CPU; its cores are shared by processes
-  .venv/bin/ruff check $(git ls-files '*.py' '*.ipynb' 2>/dev/null)
+  .venv/bin/ruff check $(git ls-files '*.py' 2>/dev/null)
   # Some tests wait, so three files run at a time on two cores (-n 0: one). tests/forked.py
   # starts the three processes.
   .venv/bin/python -m pytest -q --tx "3*popen//python=tests/python" --dist loadfile \

@@ -310,16 +310,6 @@ def test_a_page_prints_what_it_says(page):
     printed("tests/pages.py", f"docs/learn/{page}.md")
 
 
-@pytest.mark.slow
-def test_the_notebook_gives_what_it_keeps():
-    before = {*ROOT.glob("runs/tour-*")}
-    try:
-        printed("docs/run_notebook.py", "docs/learn/tour.ipynb")
-    finally:
-        for folder in {*ROOT.glob("runs/tour-*")} - before:
-            shutil.rmtree(folder)
-
-
 # ---- what is written by a script, and figures
 
 def test_the_page_has_what_may_not_change_in_a_resumed_run():
