@@ -18,6 +18,7 @@ class Small(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=8, model_type="by hand")
         self.config.get_text_config = lambda: self.config
+        self.config.to_dict = lambda: vars(self.config)
         g = torch.Generator().manual_seed(0)
         E, P = (torch.randn(n, 2, generator=g, dtype=torch.float64).round(decimals=1)
                 for n in (8, 7))
