@@ -140,22 +140,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
 
-    def before_update(among=None):
-        """log π_old and log π_ref of the sampled tokens, (M,), None if nothing needs it. With one
-        update per rollout the update computes log π_old itself, and the ratio is exactly 1. among
-        (N,) bool: which completions; the others have NaN."""
-        needed = ((policy, "old logprobs", args.needs_old_logprobs),
-                  (reference, "reference", args.needs_reference))
-        with phase("score"):
-            return [batch.score(world, args.score_tokens, name, lambda micro, model=model:
-                                model.logprobs(micro, args.temperature)[0], among)
-                    if wanted else None for model, name, wanted in needed]
-
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
     # This is the default; `compute_advantages` has the others, some of them by token.
     old_logprobs = ref_logprobs = None  # (M,)
     if args.advantage_uses_old:
-        old_logprobs, ref_logprobs = before_update()
+        with phase("score"):
+            old_logprobs, ref_logprobs = logprobs_before(args, world, batch, policy, reference)
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
@@ -166,7 +156,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
     learns = ((size > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
-        old_logprobs, ref_logprobs = before_update(learns)
+        with phase("score"):
+            old_logprobs, ref_logprobs = logprobs_before(
+                args, world, batch, policy, reference, learns)
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
@@ -213,6 +205,22 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
+
+
+def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, reference, among=None):
+    """Computes log-probs of the sampled tokens from before the update: those of the policy and of
+    the reference model, (M,) each in nats, or None where nothing needs them.
+
+    With one update per rollout the update computes log π_old itself, and the ratio is exactly 1.
+    among (N,) bool: which completions are computed; the tokens of the others have NaN. All ranks
+    must call it (a collective).
+    """
+    def score(model, name: str):
+        return batch.score(world, args.score_tokens, name, lambda micro: model.logprobs(
+            micro, args.temperature)[0], among)
+
+    return (score(policy, "old logprobs") if args.needs_old_logprobs else None,
+            score(reference, "reference") if args.needs_reference else None)
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
