@@ -39,15 +39,19 @@ Size = tuple[int, int, int]
 
 
 def packed_tokens(rows: list[int], sizes: list[Size]) -> int:
-    """What a micro-batch computes."""
+    """Returns the number of tokens that a micro-batch of these rows computes: each of its prompts
+    once, and each completion without its last token. sizes: of all rows.
+    """
     prompts = {sizes[row][0]: sizes[row][1] for row in rows}
     return sum(prompts.values()) + sum(sizes[row][2] - 1 for row in rows)
 
 
 def cut(sizes: list[Size], budget: int) -> list[list[int]]:
-    """Rows → micro-batches of row numbers, in order, so that a prompt's rows stay neighbours.
+    """Cuts rows into micro-batches of row numbers, in order, so that the rows of a prompt stay
+    neighbours.
 
-    Each has at most `budget` tokens, and its attention gathers at most KEYS x budget keys.
+    Each micro-batch has at most `budget` tokens, and its attention gathers at most KEYS x budget
+    keys. Raises a ValueError if a row alone has more tokens than the budget.
     """
     micros, last, room, keys = [], None, 0, 0
     for row, (prompt, p, c) in enumerate(sizes):
@@ -63,10 +67,12 @@ def cut(sizes: list[Size], budget: int) -> list[list[int]]:
 
 
 def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` tokens.
+    """Deals rows to ranks → [rank][round]: a micro-batch of row numbers, of at most `budget`
+    tokens.
 
-    Every rank has the same number of them, because FSDP counts collectives; [] is padding alone.
-    There are as few rounds as the budget allows, and a round's micro-batches cost about the same.
+    Every rank gets the same number of micro-batches, because FSDP's collectives must match; an
+    empty one is padding. There are as few rounds as the budget allows, and the micro-batches of a
+    round cost about the same.
     """
     rounds = max(1, -(-len(cut(sizes, budget)) // ranks))
     # The smallest budget that needs no more rounds makes the largest micro-batch small.
@@ -88,7 +94,8 @@ EVEN = 0.7  # segments of one block have at least this share of the longest one'
 
 
 class Segment(NamedTuple):
-    """A prompt, or a completion without its last token: `length` tokens of the input from `start`.
+    """A prompt, or a completion without its last token: `length` tokens of the packed input from
+    `start`.
 
     It attends to its prefix, which is its prompt, and to itself. A prompt has no prefix.
     """
@@ -100,16 +107,20 @@ class Segment(NamedTuple):
 
 @dataclass
 class Packed:
-    """Who attends to whom in an input of S tokens."""
+    """The segments of a packed input of S tokens: which tokens attend to which."""
     segments: list[Segment]
     tokens: int  # S
     device: torch.device
 
     @cached_property
     def blocks(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int]], torch.Tensor]:
-        """Segments of one prefix and similar lengths: [(queries (n, L), keys (n, prefix + L),
-        prefix)] of token numbers, and (S,): where each token is among all queries. Padding is to
-        the right, so the causal mask hides it."""
+        """Groups segments with one prefix length and similar lengths, for plain attention →
+        (blocks, place).
+
+        A block is (queries (n, L), keys (n, prefix + L), prefix): the token numbers of n segments.
+        They are padded on the right, where the causal mask hides the padding. place (S,): where
+        each token of the input stands among all queries.
+        """
         groups: list[list[Segment]] = []
         for s in sorted(self.segments, key=lambda s: (s.prefix, -s.length)):
             longest = groups[-1][0] if groups else s
@@ -130,7 +141,9 @@ class Packed:
 
     @cached_property
     def varlen(self) -> tuple:
-        """The token numbers of all keys, and varlen_attn's arguments."""
+        """The token numbers of all keys, segment after segment, and the other arguments of
+        varlen_attn: the cumulative numbers of queries and of keys, and the largest of each.
+        """
         keys = []
         for s in self.segments:
             keys += [torch.arange(s.prefix_start, s.prefix_start + s.prefix),
@@ -144,7 +157,7 @@ class Packed:
 
 
 def to_device(x, device: torch.device):
-    """A copy there."""
+    """Copies a tensor to the device."""
     if device.type == "cuda":  # pinned: the host does not wait for the GPU
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
@@ -152,9 +165,13 @@ def to_device(x, device: torch.device):
 
 def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Tensor],
          device: torch.device):
-    """Rows, of which those of one owner share their prompt → ids (1, S), positions (1, S), Packed,
-    and for each row (c,): where in S the token stands that predicts each token of the completion.
-    The prompt's last token predicts the first one."""
+    """Packs rows into one input. Rows with the same owner share their prompt, which is in the input
+    once.
+
+    owners: a number a row. prompts: lists of ids. completions: (c,) ids each. Returns ids (1, S),
+    positions (1, S), the Packed, and for each row (c,): the number of the input token that predicts
+    each token of its completion. The prompt's last token predicts the first one.
+    """
     ids, segments, sources, starts, size = [], [], [], {}, 0
     for owner, prompt in zip(owners, prompts, strict=True):
         if owner not in starts:
@@ -175,8 +192,12 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
 
 def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
               sliding_window=None, softcap=None, **options):
-    """The models' attention, as transformers calls it: (1, heads, S, d) → (1, S, heads, d).
-    sliding_window: keys that a query sees, itself included. softcap: a bound on the scores."""
+    """Computes the attention of a packed input, in the form in which transformers calls it: query,
+    key and value (1, heads, S, d) → (1, S, heads, d), None.
+
+    packed: the Packed. scaling: a factor on the scores. sliding_window: how many keys a query sees,
+    itself included. softcap: a bound on the scores.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
     half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
     if query.is_cuda and half and softcap is None:  # the kernel has no larger heads
@@ -185,8 +206,9 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
 
 
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
-    """torch's kernel for bfloat16 on a GPU, (S, heads, d) → the same. It aligns the ends of queries
-    and keys."""
+    """Computes the attention of a packed input by torch's kernel for bfloat16 on a GPU: q, k, v (S,
+    heads, d) → (S, heads, d). The kernel aligns the ends of a segment's queries and keys.
+    """
     from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
     left = (window or 0) - 1  # -1: no window
@@ -196,7 +218,9 @@ def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
 
 def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
            cap: float | None = None):
-    """The same with plain attention."""
+    """Computes the attention of a packed input block by block, by the scaled_dot_product_attention
+    of torch: q, k, v (S, heads, d) → (S, heads, d).
+    """
     parts, place = packed.blocks
     done = []
     for queries, keys, prefix in parts:
@@ -211,20 +235,24 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
 
 
 def gather(x, index):
-    """(S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index] depends
-    on the threads; that of F.embedding does not."""
+    """Takes x (S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index]
+    depends on the number of threads; that of F.embedding does not.
+    """
     return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
 
 
 def visible(length: int, prefix: int, window: int | None, device) -> torch.Tensor:
-    """(length, prefix + length) bool: which keys each query of a segment sees."""
+    """Returns the mask (length, prefix + length) of a segment: True where a query sees a key.
+    window: how many keys a query sees at most, itself included; None: all before it.
+    """
     mask = torch.ones(length, prefix + length, dtype=torch.bool, device=device).tril(prefix)
     return mask if window is None else mask.triu(prefix - window + 1)
 
 
 def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options):
-    """Attention with scores cap * tanh(score / cap), which no kernel of torch has: (n, heads, L, d)
-    → the same. https://arxiv.org/abs/2408.00118, section 2"""
+    """Computes attention whose scores are cap * tanh(score / cap), for which torch has no kernel: q
+    (n, heads, L, d) → the same shape. https://arxiv.org/abs/2408.00118, section 2
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = cap * torch.tanh(q @ k.transpose(-1, -2) * scale / cap)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -235,7 +263,7 @@ def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options)
 
 @dataclass
 class Completion:
-    """What came after a prompt: T tokens."""
+    """The T tokens that came after a prompt."""
     ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
@@ -247,17 +275,17 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """The sampled ones."""
+        """The number of tokens that the policy sampled."""
         return int(self.sampled.sum())
 
     def messages(self, text: str) -> list[dict]:
-        """The completion as messages of a chat. text: it, decoded."""
+        """Returns the completion as messages of a chat. text: its decoded ids."""
         return [{"role": "assistant", "content": text}]
 
 
 @dataclass
 class Sample:
-    """A completion with its prompt."""
+    """A completion with its prompt, and what the step found for it."""
     prompt: Prompt
     completion: Completion
     text: str = ""  # decoded when it is scored
@@ -267,7 +295,12 @@ class Sample:
 
 
 class Batch:
-    """N samples in request order."""
+    """The N samples of a step in request order, as vectors. It is the same on every rank.
+
+    lengths, tokens (N,): tokens of each completion, and how many of these were sampled. places: N
+    index vectors, which cut a vector of all M sampled tokens by completion. truncated, scored (N,)
+    bool. rewards (N,) float64, 0 where a completion is not scored. sizes: a Size for each row.
+    """
 
     def __init__(self, samples: list[Sample]):
         self.samples, done = samples, [s.completion for s in samples]
@@ -286,46 +319,54 @@ class Batch:
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(N,) → (M,): a completion's number for each of its tokens."""
+        """Repeats a number of each completion for each of its sampled tokens: (N,) → (M,)."""
         return x.repeat_interleave(self.tokens)
 
     def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """(M,) → (N,) float64: the sum over each completion's tokens."""
+        """Sums a number of each sampled token over its completion: (M,) → (N,) float64."""
         sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
         return torch.tensor(sums, dtype=torch.float64)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(M,) → N views, each of one completion's tokens."""
+        """Splits a vector of all sampled tokens (M,) into N views, one for each completion."""
         return x.split(self.tokens.tolist())
 
     def part(self, name: str) -> torch.Tensor:
-        """(N,) float64: one of the rewards of --reward, without its weight. NaN: it has none."""
+        """Returns one of the rewards of --reward, without its weight: (N,) float64. NaN: the
+        completion has none.
+        """
         parts = [s.score.parts[name] for s in self.samples]
         return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
 
     @property
     def engine_logprobs(self) -> torch.Tensor:
-        """(M,) in nats: those of the engine, with which the tokens were sampled."""
+        """The log-probs with which the engine sampled the tokens: (M,) in nats."""
         done = [s.completion for s in self.samples]
         return torch.from_numpy(np.concatenate([c.logprobs[c.sampled] for c in done]))
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
-        """The row numbers of each optimizer step."""
+        """Returns the row numbers of each optimizer step: `count` contiguous parts of the batch,
+        `epochs` times.
+        """
         rows = list(range(len(self.sizes)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
     def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
-        """Packs `rows` → this rank's micro-batches, of at most `budget` tokens each. Every rank
-        gets as many, and at least one: without a row it has the gradient 0, which the optimizer
-        needs. A collective."""
+        """Packs these rows into micro-batches of at most `budget` tokens and returns those of this
+        rank. Every rank gets as many, and at least one: without a row its gradient is 0, which the
+        optimizer needs. phase: a name for messages. All ranks must call it (a collective).
+        """
         lanes = balance([self.sizes[row] for row in rows], world.size, budget)
         micros = [Micro(self, [rows[i] for i in lane], world.device) for lane in lanes[world.rank]]
         world.same_phase(phase, len(micros))
         return micros
 
     def score(self, world: World, budget: int, phase: str, forward, among=None) -> torch.Tensor:
-        """Computes forward(micro) → (n,), without gradient, of the rows `among` (N,) bool, by
-        default of all → (M,) on every rank. The tokens of other rows have NaN. A collective."""
+        """Computes forward(micro) → (n,) without gradient and returns the values of all sampled
+        tokens, (M,), on every rank. among (N,) bool: the rows that are computed, by default all;
+        the tokens of the others get NaN. budget: tokens of a micro-batch. All ranks must call it (a
+        collective).
+        """
         among = torch.ones_like(self.scored) if among is None else among
         micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
         with torch.no_grad():
@@ -337,7 +378,10 @@ class Batch:
         return torch.where(self.of_rows(among), scores, math.nan)
 
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """(M,): each sample gets its own, and their mean if it is in the loss."""
+        """Notes in each sample the advantages of its tokens, and their mean if the completion is in
+        the loss. advantages (M,). loss_tokens (N,): how many tokens of each completion are in the
+        loss.
+        """
         for sample, own, bears in zip(self.samples, self.split(advantages), loss_tokens > 0,
                                       strict=True):
             sample.advantages, sample.advantage = own, float(own.mean()) if bears else None
@@ -348,10 +392,11 @@ NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.z
 
 
 class Micro:
-    """Rows of the batch as one packed input, and their n sampled tokens. Without rows the model
-    computes one dummy token, and n is 0: a sum over its tokens has the gradient 0.
+    """A micro-batch: rows of the batch as one packed input, and their n sampled tokens.
 
-    The output at token `source` predicts the id `target`. `pack` alone makes this shift by one.
+    The output at input token source[i] predicts the id targets[i]; `pack` alone makes this shift by
+    one. row (n,): the number of each token's completion, counted in `rows`. Without rows the model
+    computes one dummy token and n is 0, so a sum over its tokens has the gradient 0.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
@@ -377,15 +422,17 @@ class Micro:
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(N,) of the batch → (n,)."""
+        """Takes a number of each completion of the batch (N,) for each token here: → (n,)."""
         return to_device(x[self.rows], self.device)[self.row]
 
     def draws(self) -> torch.Tensor:
-        """(n,) in [0, 1), at random: a token has the same one in any order and batch."""
+        """Returns a random number in [0, 1) for each token, (n,). It depends on the completion
+        alone, so a token has the same one in any order, micro-batch and batch.
+        """
         found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
             s.completion.tokens) for s in self.samples]
         return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """(M,) of the batch → (n,)."""
+        """Takes a number of each sampled token of the batch (M,) for the tokens here: → (n,)."""
         return to_device(x[self.places], self.device)

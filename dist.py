@@ -31,19 +31,23 @@ NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"
 # ---- splitting: pure functions of sizes ----
 
 def share(n: int, ranks: int, rank: int) -> slice:
-    """My contiguous part of n items; the first n % ranks ranks get one more."""
+    """Returns the slice of n items that belongs to `rank`. Slices are contiguous; the first n %
+    ranks ranks get one item more than the others.
+    """
     small, extra = divmod(n, ranks)
     start = rank * small + min(rank, extra)
     return slice(start, start + small + (rank < extra))
 
 
 def pad_to_multiple(items: list, multiple: int, filler) -> list:
-    """The items, and fillers up to a multiple."""
+    """Returns the items followed by as many fillers as the next multiple needs."""
     return items + [filler] * (-len(items) % multiple)
 
 
 def assert_divisible(n: int, by: int, what: str, per: str) -> int:
-    """n // by, or a SettingsError with the nearest values of both that work."""
+    """Returns n // by. Raises a SettingsError if n is not a multiple of `by`; it names the nearest
+    values of both that would work. what, per: the words for n and for `by`.
+    """
     if n % by == 0:
         return n // by
     divisors = [d for d in range(1, n + 1) if n % d == 0]
@@ -58,7 +62,9 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
 
 @dataclass
 class World:
-    """All ranks. Every rank must call a collective, in the same order."""
+    """All ranks of a run, and this one's place among them. Every rank must make the same collective
+    calls in the same order.
+    """
     rank: int
     size: int
     local_rank: int
@@ -71,51 +77,64 @@ class World:
     joined: ClassVar["World | None"] = None  # what `join` made, for `run`
 
     def mine(self, items: list) -> list:
-        """My share of a list that is the same on every rank."""
+        """Returns this rank's share of a list that is the same on every rank."""
         return items[share(len(items), self.size, self.rank)]
 
     def gather(self, mine: list) -> list:
-        """Everyone's lists, joined in rank order: undoes `mine`. A collective."""
+        """Returns the lists of all ranks, joined in rank order, on every rank. It undoes `mine`.
+        All ranks must call it (a collective).
+        """
         lists: list = [None] * self.size
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
 
     def any_rank(self, flag: bool) -> bool:
-        """Is it True on one? Branch on this before a collective."""
+        """Returns whether the flag is True on at least one rank. Branch on this, never on the flag
+        of a rank, in front of a collective. All ranks must call it (a collective).
+        """
         return bool(self.max(torch.tensor(int(flag))))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place sum of a host tensor. A collective."""
+        """Sums a tensor of the host over all ranks, in place. All ranks must call it (a
+        collective).
+        """
         td.all_reduce(tensor, group=self.control)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place maximum of a host tensor. A collective."""
+        """Takes the maximum of a tensor of the host over all ranks, in place. All ranks must call
+        it (a collective).
+        """
         td.all_reduce(tensor, op=td.ReduceOp.MAX, group=self.control)
         return tensor
 
     def together(self, function, *args):
-        """function(*args) → its result. A SettingsError of one rank is raised on all of them.
-        A collective."""
+        """Calls function(*args) and returns its result. If it raises a SettingsError on one rank,
+        all ranks raise the first of them. All ranks must call it (a collective).
+        """
         mistakes = Mistakes()
         result = mistakes.attempt(function, *args)
         Mistakes(self.gather(mistakes)[:1]).stop()  # the first: the others are mostly the same
         return result
 
     def barrier(self):
-        """Wait for every rank. A collective."""
+        """Returns once every rank has called it. All ranks must call it (a collective)."""
         td.barrier(group=self.control)
 
     def same_phase(self, phase: str, count: int):
-        """All ranks begin the same phase with the same count, or the run ends: otherwise they would
-        wait in different collectives until a watchdog ends them. A collective."""
+        """Checks that all ranks begin the same phase with the same count. If they do not, it raises
+        a RuntimeError: they would otherwise wait in different collectives until a watchdog ended
+        them. All ranks must call it (a collective).
+        """
         phases = self.gather([(phase, self.step, count)])
         if len(set(phases)) > 1:
             raise RuntimeError(f"ranks disagree: rank by rank they begin (phase, step, number of "
                                f"parts) {phases}")
 
     def differences(self, facts: dict[str, object]) -> list[str]:
-        """A sentence for each fact that differs. A collective."""
+        """Returns a sentence for each fact whose value is not the same on all ranks. facts: a name
+        and a value each, which are compared by repr. All ranks must call it (a collective).
+        """
         everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
         for name in facts:
             values = [theirs.get(name) for theirs in everyone]
@@ -126,7 +145,9 @@ class World:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use since the last call: of the whole GPU, or resident in this process."""
+    """Returns the largest number of bytes in use since the last call. On a GPU these are the bytes
+    of the whole card; on a CPU those that are resident in this process.
+    """
     if device.type != "cuda":
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with suppress(OSError):  # the kernel's peak starts again
@@ -140,7 +161,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def gpu_mistakes(ranks: int) -> list[str]:
-    """Why the GPUs of this machine cannot serve its ranks. []: they can, or it has none."""
+    """Returns sentences that say why the GPUs of this machine cannot serve its ranks. The list is
+    empty if they can, or if the machine has none.
+    """
     count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     unseen = not count and os.path.exists("/dev/nvidia0") and hidden not in ("", "-1")
     if not unseen and (not count or count >= ranks):
@@ -152,8 +175,10 @@ def gpu_mistakes(ranks: int) -> list[str]:
 
 
 def place():
-    """Makes this process a rank, unless torchrun or a scheduler did: then it is the only one.
-    SettingsError: it is one of several that would not know of each other."""
+    """Makes this process a rank. Where neither torchrun nor a scheduler set the variables of a
+    rank, it becomes the only one. Raises a SettingsError if it is one of several processes that
+    would not know of each other.
+    """
     if "WORLD_SIZE" not in os.environ:
         others = [f"{name}={os.environ[name]}" for name, one in NO_COPY.items()
                   if os.environ.get(name, one) != one]
@@ -173,8 +198,10 @@ def place():
 
 
 def quiet_torch():
-    """torch's C++ prints errors alone, unless TORCH_CPP_LOG_LEVEL says more: it would warn of each
-    binding to a memory node. It read the variable when it was imported, so it is asked again."""
+    """Lets torch's C++ code print errors alone, unless TORCH_CPP_LOG_LEVEL asks for more: it would
+    warn of each binding to a memory node. torch read the variable when it was imported, so it is
+    made to read it again.
+    """
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
@@ -182,7 +209,13 @@ def quiet_torch():
 
 
 def join(timeout: float = 600.0) -> World:
-    """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
+    """Joins the other ranks and returns the World. It chooses the device of this rank, its number
+    of threads and the backends (nccl for a GPU, gloo for the host). It must run before vLLM is
+    imported, which turns `torch.set_num_threads` into a no-op.
+
+    timeout: seconds that a rank waits for another. Raises a SettingsError if not all ranks came in
+    time.
+    """
     place()
     quiet_torch()
     local_rank, local_size = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
@@ -217,27 +250,28 @@ def join(timeout: float = 600.0) -> World:
 # ---- ending ----
 
 class Stop:
-    """SIGTERM: the run ends after this step, with a checkpoint."""
+    """Ends a run after the current step, with a checkpoint, when a rank gets SIGTERM."""
 
     def __init__(self, world: World):
         self.world, self.asked = world, False
         signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, *_):
-        """The handler of SIGTERM."""
+        """Handles SIGTERM: notes that the run is asked to end."""
         self.asked = True
 
     def agreed(self) -> bool:
-        """Whether any rank got SIGTERM. A collective."""
+        """Returns whether any rank got SIGTERM. All ranks must call it (a collective)."""
         return self.world.any_rank(self.asked)
 
 
 def run(main, *args):
-    """main(*args), then exit. If one rank fails, all end. torchrun's last lines show the first.
+    """Runs main(*args) and exits the process. If one rank fails, all end, and torchrun's last lines
+    show the first failure.
 
-    Status 0; 1: a failure or a missed grade; 2: a mistake in the settings; 75: stopped and saved;
-    130: Ctrl-C. torchrun's own is 1 for all of these; its last lines name the ranks'. Exit is
-    os._exit: the engine's threads may hang a normal one.
+    The exit status is 0; 1 after a failure or a missed grade; 2 after a mistake in the settings; 75
+    where the run was stopped and saved; 130 after Ctrl-C. torchrun's own status is 1 for all of
+    these. The process ends by os._exit, because threads of the engine may hang a normal exit.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     report = get_error_handler()
@@ -259,7 +293,9 @@ def run(main, *args):
 
 
 def say_why(error: BaseException, report):
-    """Prints why this rank ends, and tells torchrun. A mistake in the settings has no traceback."""
+    """Prints why this rank ends, and records the error for torchrun's last lines. A SettingsError
+    is printed as its sentence, any other error with its traceback.
+    """
     if td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
