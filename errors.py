@@ -5,13 +5,15 @@ from contextlib import contextmanager
 
 
 class SettingsError(Exception):
-    """A mistake in the settings or in a file that they name. The text is what the user reads."""
+    """A mistake in the settings, or in a file that they name. Its text is what the user reads."""
     status = 2  # the exit status of the run
 
 
 @contextmanager
 def as_sentence(start: str):
-    """What a library raises inside becomes a SettingsError: `start`, and what it said."""
+    """Turns an exception of a library, raised inside this context, into a SettingsError: `start`,
+    and in brackets what the library said.
+    """
     try:
         yield
     except SettingsError:
@@ -25,14 +27,17 @@ class Mistakes(list):
     """The texts of several SettingsErrors, to raise as one."""
 
     def attempt(self, function, *args, **options):
-        """function(*args, **options) → its result. None, and one more text, if it has a mistake."""
+        """Calls function(*args, **options) and returns its result. If it raises a SettingsError,
+        the text is kept and the result is None.
+        """
         try:
             return function(*args, **options)
         except SettingsError as error:
             self.append(str(error))
 
     def stop(self) -> None:
-        """SettingsError with all texts, if there is one."""
+        """Raises one SettingsError with all texts that were kept. Without a text it does nothing.
+        """
         if len(self) == 1:
             raise SettingsError(self[0])
         if self:
@@ -43,8 +48,10 @@ class Mistakes(list):
 # ---- the output ----
 
 def tell(text: str, stream=None) -> None:
-    """Prints a line. Where it cannot be written (`| head`, a terminal that closed, a full disk
-    behind it), this and all later output of the stream is dropped: it ends no run."""
+    """Prints a line. If it cannot be written (a pipe that closed, as behind `| head`, a terminal
+    that is gone, a full disk), this and all later output of the stream is dropped: the output never
+    ends a run.
+    """
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -53,8 +60,9 @@ def tell(text: str, stream=None) -> None:
 
 
 def command(main, *args) -> None:
-    """Runs main(*args) of a tool, then exits. A SettingsError is its text alone. If the reader of
-    the output left (`| head`), the status is that of SIGPIPE, 141."""
+    """Runs main(*args) of a tool and exits. A SettingsError is printed as its text alone. If the
+    reader of the output left (`| head`), the exit status is that of SIGPIPE, 141.
+    """
     try:
         status = main(*args)
         sys.stdout.flush()

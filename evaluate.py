@@ -43,15 +43,18 @@ class EvalArgs(Flags):
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The probability that one of k samples is correct, unbiased, from n >= k samples.
+    """Returns the probability that at least one of k samples is correct, without bias, from n >= k
+    samples of which `correct` are.
 
-    1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
+        1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
     """
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
 def sampled_metrics(run, step: int) -> dict[str, float]:
-    """Completions of the rows of --eval_data → metrics, and samples/eval_STEP. A collective."""
+    """Samples and scores completions of the rows of --eval_data, writes them to samples/eval_STEP,
+    and returns the metrics of `evaluation_metrics`. All ranks must call it (a collective).
+    """
     args = run.args.eval_args
     prompts = [Prompt(i, row) for i, row in enumerate(run.inputs.eval_rows)]
     with run.log.time("eval"), run.engine.generating(run.policy):
@@ -62,9 +65,10 @@ def sampled_metrics(run, step: int) -> dict[str, float]:
 
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
-    """eval/NAME over all rows. With several data sources also eval/SOURCE/NAME of each.
+    """Returns the metrics eval/NAME of all rows. With several data sources it adds eval/SOURCE/NAME
+    of each.
 
-    samples: `eval_samples` consecutive ones share a row.
+    samples: `eval_samples` neighbours belong to one row.
     """
     metrics = named("eval/", samples, args)
     sources = dict.fromkeys(s.prompt.row.source for s in samples)  # in order, each once
@@ -76,8 +80,11 @@ def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float
 
 
 def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward.
-    groups_equal: the share of rows whose scored rewards are equal: no gradient in grpo.py."""
+    """Returns the metrics of these samples, with a prefix: pass@k for k = 1, 2, 4, … and n samples
+    a row, each with its interval; the number of rows; mean length and reward; and groups_equal, the
+    share of rows whose scored rewards are all equal, so that grpo.py would get no gradient from
+    them.
+    """
     n, passed = args.eval_samples, [passes(s.score, args.eval_pass) for s in samples]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
     totals = [s.score.total for s in samples if s.score.total is not None]
@@ -98,7 +105,9 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
 
 
 def passes(score: Score, least: float) -> bool:
-    """Is the first reward that applies at least this?"""
+    """Returns whether a completion passes: its first reward that applies is at least `least`. One
+    without a score does not.
+    """
     values = [value for value in score.parts.values() if value is not None]
     if score.total is None:
         return False
@@ -106,10 +115,12 @@ def passes(score: Score, least: float) -> bool:
 
 
 def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
-    """95 % interval of the mean over rows, each in [0, 1]: what other rows of the kind would give.
+    """Returns the 95 % interval of the mean over rows, each in [0, 1]: the range that other rows of
+    this kind would give.
 
-    Percentile bootstrap: the rows are drawn again, with replacement, always with the same random
-    numbers. One row of 0 and one of 1 are added: ten rows that all fail do not prove that all do.
+    It is a percentile bootstrap: the rows are drawn again with replacement, always by the same
+    random numbers. A row of 0 and a row of 1 are added, because ten rows that all fail do not prove
+    that all do.
     """
     rows, rng = np.append(rows, [0.0, 1.0]), np.random.default_rng(0)
     means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]

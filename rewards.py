@@ -46,7 +46,7 @@ class RewardArgs(Flags):
 
 @dataclass
 class Score:
-    """What a completion got."""
+    """The reward of a completion."""
     total: float | None  # the sum of weight * part; None: it has no reward
     parts: dict[str, float | None]  # what each reward returned; None: no number
     error: str | None  # why it has no reward; None: it has one
@@ -59,9 +59,10 @@ class Answer:
     error: str | None  # None: nothing failed
 
     def score(self, parts: list[Part]) -> Score:
-        """The weighted sum of the values. NaN: this reward does not apply to the row (functions of
-        TRL's form return None for it), and the others count. None: it failed, or cannot say, and
-        the completion has no score."""
+        """Returns the weighted sum of the values. NaN means that a reward does not apply to the row
+        (functions of TRL's form return None for it): the others count. None means that a reward
+        failed or cannot say: then the completion has no score.
+        """
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
         found = {part.name: known.get(part) for part in parts}
@@ -76,7 +77,9 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Gives samples texts and scores; every rank calls it. `group` neighbours share a prompt."""
+    """Scores the samples of a step, and notes text and score in each, on every rank. `group`
+    neighbours share a prompt. All ranks must call it (a collective).
+    """
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
@@ -93,7 +96,7 @@ def score_samples(run, samples: list, group: int) -> None:
 
 
 def item_of(sample, text) -> Item:
-    """What a worker gets of a sample. text: ids → str."""
+    """Returns what a worker gets of a sample. text: the function that decodes ids."""
     row, completion = sample.prompt.row, sample.completion
     words = text(completion.ids)
     return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
@@ -101,16 +104,17 @@ def item_of(sample, text) -> Item:
 
 
 def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
-    """The scores of the items, of which `size` neighbours are one call. Without --reward they are
-    0, of no parts."""
+    """Returns the scores of the items, of which `size` neighbours are one call. Without --reward
+    each is 0, of no parts.
+    """
     if not pool.parts:
         return [Score(0.0, {}, None) for _ in items]
     return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
-    """Prints the first failure of a run. SettingsError after batches without one score, if they
-    made FAILED_CALLS calls.
+    """Prints the first failure of a run. Raises a SettingsError after batches without a single
+    score, once they made FAILED_CALLS calls.
 
     errors: of each completion, on all ranks; None: it has a score. calls: how many were made.
     """
@@ -129,7 +133,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 # ---- the flags and the rows ----
 
 def parse(specs: list[str]) -> list[Part]:
-    """The words of --reward → parts. SettingsError: all mistakes."""
+    """Reads the words of --reward → parts. Raises a SettingsError with all mistakes."""
     parts, mistakes = [], []
     of_parts = {name: path for known in asked("REWARDS").values() for name, path in known.items()}
     for spec in specs:
@@ -159,12 +163,17 @@ def parse(specs: list[str]) -> list[Part]:
 
 
 def file_of(path: str) -> str:
-    """In the current folder or, as for --loss, in the project's."""
+    """Returns the path of a reward's file: in the current folder or, as for --loss, in the
+    project's.
+    """
     return path if os.path.isfile(path) else os.path.join(ROOT, path)
 
 
 def check(specs: list[str], args) -> tuple[list, list[str]]:
-    """What a worker says of them (Pool): (needs, waits). SettingsError if one cannot load."""
+    """Starts a worker to see whether the rewards load, and returns what it says of them: (the
+    columns that they need, the names of those that are `async def`). Raises a SettingsError if one
+    cannot be loaded.
+    """
     parse(specs)
     with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
         pool.wait()
@@ -172,7 +181,9 @@ def check(specs: list[str], args) -> tuple[list, list[str]]:
 
 
 def check_rows(needs: list, rows: list, flag: str = "reward"):
-    """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
+    """Raises a SettingsError if a row lacks a column that a reward needs, or has an answer that no
+    reward can read. needs: [(reward, column), …].
+    """
     for name, column in needs:
         for row in rows:
             where = f"--{flag} {name} needs {column!r}: row {row.number} of {row.source}"
@@ -184,9 +195,11 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
 
 
 def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
-    """Calls functions of files once, for a made-up completion of the first row. SettingsError: what
-    one returns can be no reward. One that raises, or is late, may be right for a real completion:
-    notes gets a line. One that is `async def` asks a server, and is not called."""
+    """Calls the functions of files once, for a made-up completion of the first row, before weights
+    load. Raises a SettingsError if what one returns can be no reward. One that raises, or is late,
+    may be right for a real completion: `notes` gets a line. One that is `async def` asks a server,
+    and is not called.
+    """
     if waits or not rows or not any(".py:" in spec for spec in args.reward):
         return
     row, text = rows[0], "a made-up completion"
@@ -209,8 +222,10 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
 # ---- the processes ----
 
 class Worker:
-    """A process that leads a session: all that its rewards fork is killed with it. It runs
-    `work` of a module, such as worker.py. what: the arguments of `load` there."""
+    """A process that leads a session, so that all that its rewards fork is killed with it. It runs
+    `work` of a module, such as worker.py. what: the arguments of `load` there. seconds: how long a
+    message to it may take.
+    """
 
     def __init__(self, module: str, what: tuple, seconds: float):
         self.received, self.code = b"", None
@@ -227,12 +242,13 @@ class Worker:
         self.send((int(MEMORY_GB * 2**30), *what))
 
     def send(self, message) -> None:
-        """OSError: it ended, or does not read."""
+        """Sends it a message. Raises an OSError if it has ended, or does not read."""
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
-        """Its next message. OSError: it ended, or sent none in time. JSON: to unpickle what a
-        reward wrote could run its code here."""
+        """Returns its next message. Raises an OSError if it ended or sent none within `seconds`.
+        Messages are JSON: to unpickle what a reward wrote could run its code in the trainer.
+        """
         deadline = time.monotonic() + seconds
         while b"\n" not in self.received:
             left = deadline - time.monotonic()
@@ -249,7 +265,7 @@ class Worker:
         return json.loads(line)
 
     def kill(self) -> int:
-        """Ends the session. The worker's exit code."""
+        """Ends its session and returns its exit code."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):  # no process is left
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -259,7 +275,8 @@ class Worker:
 
 
 class Pool:
-    """Worker processes, and a thread for each, which gives it calls and waits for its answers.
+    """Worker processes that score completions, and a thread for each, which gives it calls and
+    waits for its answers. A worker that is late or dies is killed, and another one takes its place.
 
     specs: the words of --reward. args: the script's.
     """
@@ -285,23 +302,23 @@ class Pool:
             thread.start()
 
     def parse(self, specs: list[str]) -> list[Part]:
-        """The words of the flag."""
+        """Reads the words of the flag → parts."""
         return parse(specs)
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
-        """An inbox for each of so many workers: here they share one."""
+        """Returns an inbox for each of `count` workers. Here all workers share one."""
         return [queue.Queue()] * count
 
     def what(self) -> tuple:
-        """For a worker's `load`."""
+        """Returns the arguments that a worker's `load` gets."""
         return (self.parts,)
 
     def take(self, told: list) -> None:
-        """What a worker's `load` says."""
+        """Notes what a worker's `load` returned about the functions."""
         self.groups, self.waits, self.needs = told
 
     def wait(self) -> None:
-        """Until a worker has loaded the rewards. SettingsError if none can."""
+        """Returns once a worker has loaded the rewards. Raises a SettingsError if none can."""
         if not self.parts:
             return
         self.tried.wait()
@@ -309,7 +326,7 @@ class Pool:
             raise SettingsError(self.refused)
 
     def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
-        """An answer for each item. `size` neighbours are one call."""
+        """Returns an Answer for each item. `size` neighbours are one call."""
         self.items, self.answers, self.refused = items, [None] * len(items), ""
         self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:
@@ -317,8 +334,9 @@ class Pool:
         return self.answers
 
     def put(self, calls: list[slice]) -> None:
-        """Puts calls into the inboxes, in lists: a worker gets all of a list at once. Here each is
-        alone in its list; a subclass may put several."""
+        """Puts the calls into the inboxes, in lists: a worker gets all calls of a list at once.
+        Here each call is alone in its list.
+        """
         for call in calls:
             self.inboxes[0].put([call])
 
@@ -330,7 +348,9 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. Its workers end with it: they ask Linux for that (PDEATHSIG, worker.py)."""
+        """Runs a thread: takes calls from the inbox, and gives them to a worker that it starts and
+        replaces. The worker ends with the thread's process, by Linux' PDEATHSIG.
+        """
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()
@@ -349,7 +369,9 @@ class Pool:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError: it cannot; the next batch tries again."""
+        """Starts a worker and waits until it has loaded the rewards. Raises an OSError if it
+        cannot; the next batch tries again.
+        """
         if self.refused:
             raise OSError(self.refused)
         worker = None
@@ -368,18 +390,22 @@ class Pool:
         return worker
 
     def call(self, worker: Worker, calls: list[slice]) -> None:
-        """Gives the calls their answers. An exception if the worker has none."""
+        """Has a worker answer these calls, and notes the answers. Raises an exception if the worker
+        has none.
+        """
         batch = [self.items[call] for call in calls]
         worker.send((self.progress, batch))
         for call, found in zip(calls, worker.receive(self.seconds(batch)), strict=True):
             self.answers[call] = [self.answer(*of_item) for of_item in found]
 
     def seconds(self, batch: list[list[Item]]) -> float:
-        """How long a worker may take for these calls."""
+        """Returns how many seconds a worker may take for these calls."""
         return self.args.reward_timeout * sum(map(len, batch))
 
     def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """The worker ended. A lone call has no answer; several are made again, each alone."""
+        """Handles the end of a worker. A call that was alone has no answer; of several, each is
+        made again, alone.
+        """
         if len(calls) > 1:
             for call in calls:
                 inbox.put([call])

@@ -17,7 +17,7 @@ class Range:
     above: bool = False  # `least` itself is too small
 
     def has(self, x: float) -> bool:
-        """Whether x is in the range. nan and infinity are in none."""
+        """Returns whether x is in the range. nan and infinity are in none."""
         enough = x > self.least if self.above else x >= self.least
         return enough and x <= self.most and abs(x) < INF
 
@@ -35,21 +35,23 @@ Number = Annotated[float, Range(-INF)]
 
 @dataclass
 class Flags:
-    """The flags of a component."""
+    """The flags of a component: a dataclass of this kind stands in the file that reads them."""
     switch: ClassVar[str | None] = None  # the flag of these without which the others do nothing
     fixed: ClassVar[tuple[str, ...]] = ()  # those with which a resumed run would be another run
 
     def rules(self, plan):
-        """Yields a sentence for each rule of several flags that is broken. plan: plan.Plan, with
-        the flags of all components as plan.args."""
+        """Yields a sentence for each rule of several flags that these settings break. plan:
+        plan.Plan, whose `args` has the flags of all components.
+        """
         yield from ()
 
 
 # ---- the flags of one dataclass
 
 def ranges(group) -> dict[str, Range]:
-    """{flag: its range} of a dataclass of flags. A number without a range is at least 0. A class
-    that gives another default keeps the range of the class above."""
+    """Returns {flag: Range} of a dataclass of flags. A number without a range in its type is at
+    least 0. A subclass that gives a flag another default keeps the range of the class above.
+    """
     found = {field.name: Range() for field in fields(group)}
     for kind in reversed(type(group).__mro__):
         hints = get_type_hints(kind, include_extras=True)
@@ -61,7 +63,9 @@ def ranges(group) -> dict[str, Range]:
 
 
 def outside(group) -> dict[str, str]:
-    """{flag: a sentence} of those whose value is empty or not in its range. None always is."""
+    """Returns {flag: sentence} of the flags whose value is empty or not in its range. None is
+    allowed for each.
+    """
     found = {}
     for name, allowed in ranges(group).items():
         value = getattr(group, name)
@@ -74,8 +78,9 @@ def outside(group) -> dict[str, str]:
 
 
 def needed(group: Flags, values: dict[str, object]) -> list[str]:
-    """A sentence for each flag that does nothing, because the `switch` of its dataclass is off.
-    values: of all flags."""
+    """Returns a sentence for each flag that was given and does nothing, because the `switch` of its
+    dataclass is off. values: of all flags, by name.
+    """
     if group.switch is None or values[group.switch]:
         return []
     return [f"--{name} needs --{group.switch}." for name in not_default(group)
@@ -83,7 +88,7 @@ def needed(group: Flags, values: dict[str, object]) -> list[str]:
 
 
 def not_default(group) -> list[str]:
-    """The flags of a dataclass that do not have their default."""
+    """Returns the names of the flags of a dataclass that do not have their default."""
     default = type(group)()
     return [field.name for field in fields(group)
             if getattr(group, field.name) != getattr(default, field.name)]
@@ -92,20 +97,21 @@ def not_default(group) -> list[str]:
 # ---- the flags of a script
 
 def groups(args) -> list[Flags]:
-    """The dataclasses of flags: args, and those in it."""
+    """Returns all dataclasses of flags of a script: args, and those in it, at any depth."""
     return [args, *(group for value in vars(args).values() if is_dataclass(value)
                     for group in groups(value))]
 
 
 def values_of(args) -> dict[str, object]:
-    """{flag: its value} of all dataclasses."""
+    """Returns {flag: value} of all dataclasses of flags in args."""
     return {name: value for group in groups(args) for name, value in vars(group).items()
             if not is_dataclass(value)}
 
 
 def changed(args, **values):
-    """A copy of args in which these flags have other values, wherever they live. TypeError: one of
-    them is no flag of args."""
+    """Returns a copy of args in which these flags have other values, wherever they live. Raises a
+    TypeError if one of them is no flag of args.
+    """
     if unknown := values.keys() - values_of(args).keys():
         raise TypeError(f"there is no flag {', '.join(unknown)}")
     mine = {name: value for name, value in values.items() if name in vars(args)}
@@ -117,14 +123,18 @@ def changed(args, **values):
 
 
 def restored(args, kept: dict):
-    """A copy of args with what `kept` (of args.json or state.json) has of its flags."""
+    """Returns a copy of args with the flags that `kept` has, as args.json and state.json keep them.
+    What `kept` has beside flags is left out.
+    """
     names = values_of(args).keys() & kept.keys()
     return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
                             for name in names})
 
 
 def save_every(args) -> int:
-    """Steps between two checkpoints. 0: there are none."""
+    """Returns the number of steps between two checkpoints: --save_every, or a tenth of --steps. 0:
+    there are none.
+    """
     given = args.run_args.save_every
     if args.eval_args.eval_only:
         return 0

@@ -15,8 +15,10 @@ from errors import SettingsError
 
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """The text that the chat template makes of the messages. Its `strftime_now` is the tokenizer's
-    `clock`, which inputs.py sets to when the run began. SettingsError: it raises."""
+    """Returns the text that the chat template makes of the messages. Its `strftime_now` reads the
+    tokenizer's `clock`, which inputs.py sets to when the run began. Raises a SettingsError if the
+    template raises an error.
+    """
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, **options, **more,
@@ -28,7 +30,10 @@ def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
 # ---- what begins and what ends ----
 
 def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
-    """plain: with what the tokenizer puts before a text (BOS), and not with what it puts after."""
+    """Returns the ids of a prompt. plain: with what the tokenizer puts before a text (BOS), and
+    without what it puts after. Raises a SettingsError if the prompt ends in the end token, where a
+    completion would end.
+    """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if plain:
         whole, n = tokenizer(text)["input_ids"], len(ids)
@@ -40,7 +45,9 @@ def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
 
 
 def ids_after(text: str, tokenizer) -> list[int]:
-    """As after a control token: some tokenizers put a space before the first word."""
+    """Returns the ids of a text that follows a control token: after it some tokenizers put no space
+    before the first word.
+    """
     known = tokenizer.added_tokens_decoder.values()
     mark = next((t.content for t in known if t.special and not t.rstrip), "")
     ids = tokenizer(mark + text, add_special_tokens=False)["input_ids"]
@@ -48,7 +55,10 @@ def ids_after(text: str, tokenizer) -> list[int]:
 
 
 def eos_ids(source: str, tokenizer) -> list[int]:
-    """What ends a completion, by the model's files, the tokenizer and the chat template."""
+    """Returns the ids that end a completion, by the model's files, the tokenizer and the chat
+    template. source: the model's folder. Raises a SettingsError if a file names something else than
+    ids.
+    """
     path = Path(source) / "generation_config.json"
     found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
     ids = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
@@ -61,21 +71,22 @@ def eos_ids(source: str, tokenizer) -> list[int]:
 
 
 def texts_of(ids: list[int], tokenizer) -> list[str]:
-    """Of those that are control tokens."""
+    """Returns the texts of those ids that are control tokens."""
     known = tokenizer.added_tokens_decoder
     return [known[i].content for i in ids if i in known]
 
 
 class Marks(NamedTuple):
-    """Control tokens of a tokenizer and its chat template."""
+    """The control tokens of a tokenizer and its chat template."""
     begins: list[str]  # of a chat or a message
     end: list[str]  # the one, if any, that ends the assistant's
     silent: list[str]  # all that begin, end or pad: no words
     normal: Callable[[str], str] = str  # the tokenizer's normalizer, such as NFKC
 
     def check(self, said) -> None:
-        """SettingsError: what is said (messages, schemas) holds one of `silent`, or the tokenizer's
-        normalizer makes one of it."""
+        """Raises a SettingsError if messages or schemas hold one of `silent`, or if the tokenizer's
+        normalizer makes one of their words.
+        """
         text = json.dumps(said, ensure_ascii=False, default=str)
         texts = text, self.normal(text)
         for mark in self.silent:
@@ -87,8 +98,9 @@ class Marks(NamedTuple):
 
 
 def reader(tokenizer, eos_ids: list[int]):
-    """A function, ids → the text for a reward: without what ends, begins or pads.
-    Other control tokens, such as <think>, are the model's words."""
+    """Returns a function that decodes ids for a reward: without tokens that end, begin or pad.
+    Other control tokens, such as <think>, are words of the model.
+    """
     texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
     silent = {i for i, t in known.items() if t.content in texts}
 
@@ -102,7 +114,10 @@ def reader(tokenizer, eos_ids: list[int]):
 
 
 def marks_of(tokenizer, eos_ids=()) -> Marks:
-    """The end: what the chat template writes there, or what begins the next message (GLM)."""
+    """Finds the control tokens that begin and end messages, by rendering small chats. The end of
+    the assistant's message is what the template writes there, or else what begins the next message
+    (GLM).
+    """
     known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
     controls = [t.content for t in known
                 if t.special or re.fullmatch(r"[<\[].+[>\]]", t.content)]
@@ -139,9 +154,9 @@ EDITS += [EDITS[0] | {"auto_map": {"AutoTokenizer": ["-.-", None]}}]
 
 
 def check_tokenizer(tokenizer, folder: str, rows: list) -> None:
-    """SettingsError shows the first text of these rows that transformers' tokenizer of the folder
-    does not read as its tokenizer.json does, to the same ids and back to the same text; or that
-    does not come back from its ids, but for what tokenizer.json's own normalizer changes.
+    """Checks on the texts of these rows that transformers' tokenizer reads a text as the folder's
+    tokenizer.json does: to the same ids, and back to the same text, but for what its own normalizer
+    changes. Raises a SettingsError that shows the first text of which this is not so.
 
     For many a tokenizer_class transformers 5 takes of tokenizer.json the vocabulary alone, and that
     class's pre_tokenizer and decoder: https://github.com/huggingface/transformers/issues/45488
@@ -169,16 +184,17 @@ def check_tokenizer(tokenizer, folder: str, rows: list) -> None:
 
 
 def reading(tokenizer, text: str) -> tuple[list[int], str]:
-    """The ids of a text, and the text of these ids."""
+    """Returns the ids of a text, and the text that these ids decode to."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids, tokenizer.decode(ids, skip_special_tokens=False,
                                  clean_up_tokenization_spaces=False)
 
 
 def words(tokenizer, text: str) -> list[str]:
-    """What stands between the control tokens of a text, as tokenizer.json's normalizer has it.
-    Without white space at its ends: some control tokens take it, and some decoders (▁ is a space of
-    sentencepiece's)."""
+    """Returns what stands between the control tokens of a text, as tokenizer.json's normalizer has
+    it, without white space at its ends: some control tokens take it, and some decoders (▁ is a
+    space of sentencepiece).
+    """
     marks = "|".join(re.escape(t.content) for t in tokenizer.added_tokens_decoder.values())
     normalizer = tokenizer.backend_tokenizer.normalizer
     parts = re.split(marks or "(?!)", text)
@@ -187,7 +203,9 @@ def words(tokenizer, text: str) -> list[str]:
 
 
 def works(folder: str, text: str, right: tuple) -> str:
-    """The first of EDITS with which transformers reads this text right."""
+    """Returns the first of EDITS with which transformers reads this text right, tried on a copy of
+    the folder.
+    """
     from transformers import AutoTokenizer
     for edit in EDITS:
         with TemporaryDirectory() as copy, suppress(Exception):  # transformers refuses it

@@ -23,7 +23,9 @@ GUARDS = {"math": "examples.mathematics:guard_math",
 
 
 def answers_of(answer) -> list:
-    """The right answers of a row: texts and numbers, of which any will do. Else a ValueError."""
+    """Returns the right answers of a row as a list of texts and numbers, of which any will do.
+    Raises a ValueError if the answer is none of these.
+    """
     if isinstance(answer, dict):  # Logic-RL's
         answer = answer.get("solution_text_format", answer)
     found = answer if isinstance(answer, list) else [answer]
@@ -34,14 +36,16 @@ def answers_of(answer) -> list:
 
 
 def is_answer(value) -> bool:
-    """Is it a text that is not blank, or a finite number?"""
+    """Returns whether a value is a text that is not blank, or a finite number."""
     if isinstance(value, str):
         return bool(value.strip())
     return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
 
 
 def any_answer(reward):
-    """A reward for one answer → one for all that a row may have. The best counts."""
+    """Wraps a reward of one answer into a reward of all answers that a row may have: the best one
+    counts.
+    """
     @functools.wraps(reward)
     def best(completion, answer, **row):
         return max(reward(completion, one, **row) for one in answers_of(answer))
@@ -49,8 +53,9 @@ def any_answer(reward):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last \boxed{...} or \fbox{...}, or after \boxed up to a $ or the end of the
-    line. None: there is none. "": it is not closed."""
+    r"""Returns what is in the last \boxed{...} or \fbox{...} of a text, or after a \boxed without
+    braces up to a $ or the end of the line. None: there is no box. "": its brace is not closed.
+    """
     *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?:\s*(\{)|[ \t]([^$\n]*))", text)]
     if not box or not box[1]:
         return box and box[2].strip()
@@ -63,12 +68,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """What is in the last <answer>...</answer>, or None."""
+    """Returns what is in the last <answer>...</answer> of a text, or None."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
 
 
 def short(completion, tokens, **row):
-    """With `short:0.1` a completion of 2,000 tokens costs 0.2."""
+    """A reward that makes completions short: with `short:0.1` a completion of 2,000 tokens costs
+    0.2.
+    """
     return -tokens / 1000

@@ -35,7 +35,7 @@ TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as
 
 
 class Item(NamedTuple):
-    """A completion, as a worker gets it."""
+    """A completion with its row, as a worker gets it."""
     prompt: str
     completion: str
     answer: object
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One of the rewards that are added up."""
+    """One of the rewards that --reward adds up."""
     name: str
     weight: float
     path: str | None  # of your own function
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Reward:
-    """A function that was loaded, and how it is called."""
+    """A reward's function that was loaded, and how it is called."""
     function: Callable
     takes: list[str] | None  # its parameters; None: any
     groups: bool = False  # does one call take all completions of a prompt, as TRL's do?
@@ -63,7 +63,9 @@ class Reward:
     nothing: ClassVar = Item("", "", None, {}, 0, False)
 
     def given(self, items: list) -> dict:
-        """All that it may take. Only a group has more than one item."""
+        """Returns all arguments that the function may take, by name. items: one completion, or all
+        completions of a prompt.
+        """
         items = [it._replace(turns=it.turns or [{"role": "assistant", "content": it.completion}])
                  for it in items]
         if self.groups:
@@ -72,15 +74,18 @@ class Reward:
         return fields.pop("row") | fields
 
     def start(self, items: list):
-        """What the function returns for one item, or for all of a group."""
+        """Calls the function for one item, or for all of a group, and returns what it returns."""
         given = self.given(items)
         if self.takes is not None:
             given = {name: value for name, value in given.items() if name in self.takes}
         return self.function(**given)
 
     def values(self, result, items: list) -> list:
-        """A number for each item. None: it has none. NaN: TRL's None, "not applicable". TypeError,
-        ValueError: a mistake; a str: that of one item of a group."""
+        """Turns what the function returned into a number for each item. None: the item has no
+        number. NaN: TRL's None, which means that the reward does not apply. A text: what is wrong
+        with one item of a group. Raises a TypeError or a ValueError if the result is no reward at
+        all.
+        """
         if not self.groups:
             return [number(result)]
         results = list(result) if isinstance(result, Iterable) else [result]
@@ -91,14 +96,14 @@ class Reward:
 
     @property
     def waits(self) -> bool:
-        """Is it `async def`?"""
+        """Whether the function is `async def`."""
         return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
 
 # ---- the file ----
 
 def find(part: Part):
-    """Its function. None: the file has none of this name."""
+    """Returns the function of a reward. None: its file has no function of this name."""
     if part.path:
         return getattr(import_file(Path(os.path.abspath(part.path))), part.name, None)
     if part.name in GUARDS:
@@ -107,8 +112,10 @@ def find(part: Part):
 
 
 def import_file(path: Path) -> ModuleType:
-    """A file of rewards, under its own name and with its folder first on sys.path, as `python FILE`
-    has it: its processes can import it too. SystemExit: another module has the name."""
+    """Imports a file of rewards under its own name, with its folder first on sys.path, as `python
+    FILE` would have it: so the reward's own processes can import it too. Ends the worker
+    (SystemExit) if the name finds another module.
+    """
     folder, name = str(path.parent), path.stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -120,7 +127,9 @@ def import_file(path: Path) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """A file of losses or advantages, in the trainer's process: what lies beside hides nothing."""
+    """Loads a file of losses, advantages or rows in the trainer's process, and returns the module.
+    Its folder comes last on sys.path, so what lies beside it hides no module of ours.
+    """
     spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.append(str(path.parent))
@@ -131,7 +140,10 @@ def load_file(path: Path) -> ModuleType:
 # ---- the parameters ----
 
 def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
-    """What `find` found → a `kind`, and [(its name, column of the row that it needs), …]."""
+    """Reads the parameters of a reward's function → a `kind`, and [(name of the reward, column of
+    the row that it needs), …]. Ends the worker (SystemExit) with a sentence if the file has no such
+    function, or if its parameters are those of no reward.
+    """
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
     parameters = inspect.signature(function).parameters if callable(function) else {}
@@ -152,7 +164,9 @@ def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[R
 
 
 def as_lists(items: list[Item]) -> dict:
-    """TRL's: a list for each field of the items and for each column of the rows."""
+    """Returns what a function of TRL's form gets: a list for each field of the items and for each
+    column of their rows.
+    """
     row = items[0].row
     given = {name: [getattr(item, name) for item in items] for name in Item._fields}
     del given["row"]
@@ -165,7 +179,7 @@ def as_lists(items: list[Item]) -> dict:
 
 
 def tried(value) -> float | None | str:
-    """A number, or what is wrong with it."""
+    """Returns `number` of a value, or the text of what is wrong with it."""
     try:
         return number(value)
     except Exception as error:
@@ -173,8 +187,9 @@ def tried(value) -> float | None | str:
 
 
 def number(value) -> float | None:
-    """A finite number (of numpy, torch, decimal, fractions) as a float, or None. Else a
-    TypeError."""
+    """Returns a finite number (of numpy, torch, decimal or fractions) as a float, and None as None.
+    Raises a TypeError or a ValueError for anything else.
+    """
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -192,8 +207,9 @@ def number(value) -> float | None:
 # reward prints goes where the trainer's does.
 
 def load(parts: list[Part]) -> tuple[list[Reward], list]:
-    """The functions of --reward. Of them: does one take a group; the names of those that are `async
-    def`; what they need."""
+    """Loads the functions of --reward → them, and what the pool needs to know of them: whether one
+    takes a group, the names of those that are `async def`, and the columns that they need.
+    """
     built_in_first = sorted(parts, key=lambda part: part.path is not None)  # a file may hide them
     found = {part: find(part) for part in built_in_first}
     rewards, needs = zip(*(read_signature(part, found[part]) for part in parts), strict=True)
@@ -202,13 +218,15 @@ def load(parts: list[Part]) -> tuple[list[Reward], list]:
 
 
 def score(rewards: list[Reward], calls: list[list]) -> list[list]:
-    """For each call, which is one completion or all of a prompt, and each item of it: [its values,
-    an error or None]."""
+    """Scores calls, each of one completion or of all completions of a prompt → for each call and
+    each of its items [values of the rewards, an error or None].
+    """
     return [answers([found_by(reward, items) for reward in rewards]) for items in calls]
 
 
 def found_by(reward: Reward, items: list) -> list:
-    """For each item a number, None, or a text, which says what failed."""
+    """Returns what a reward found for each item: a number, None, or a text that says what failed.
+    """
     found, size = [], len(items) if reward.groups else 1
     for start in range(0, len(items), size):
         part = items[start:start + size]
@@ -222,7 +240,9 @@ def found_by(reward: Reward, items: list) -> list:
 
 
 def failure(error: Exception) -> str:
-    """What it says, after the lines of the reward's own files: not of those that called it."""
+    """Returns the last 2,000 characters of a traceback, from the first line of the reward's own
+    files on.
+    """
     trace, callers = error.__traceback__, ("worker", "parts", "asyncio", "importlib")
     while trace and trace.tb_frame.f_globals["__name__"].partition(".")[0] in callers:
         trace = trace.tb_next
@@ -230,7 +250,7 @@ def failure(error: Exception) -> str:
 
 
 def answers(columns: list[list]) -> list[list]:
-    """What each reward found → of each item: [its values, an error or None]."""
+    """Turns what each reward found into what each item got: [its values, an error or None]."""
     made = []
     for found in zip(*columns, strict=True):
         errors = [value for value in found if isinstance(value, str)]
@@ -240,7 +260,7 @@ def answers(columns: list[list]) -> list[list]:
 
 
 def received(pipe: socket.socket):
-    """The trainer's messages, until it ends."""
+    """Yields the messages of the trainer until it closes the pipe."""
     inbox = pipe.makefile("rb")
     with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
         while True:
@@ -248,7 +268,9 @@ def received(pipe: socket.socket):
 
 
 def work(fd: int, load=load, score=score) -> None:
-    """The life of a worker. fd: of its socket. load, score: another module may give its own."""
+    """Runs a worker process: loads the rewards, then answers lists of calls until the trainer ends.
+    fd: of its socket. load, score: another module may give its own.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
