@@ -33,6 +33,7 @@ FIXED = frozenset("dtype group model_files precision reference_files rows script
 
 
 class Saved(NamedTuple):
+    """A checkpoint on disk."""
     path: Path
     state: dict  # of state.json
     changed: list[str] = []  # what the resumed run takes over
@@ -41,8 +42,9 @@ class Saved(NamedTuple):
 # ---- save ----
 
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
-    """Writes step_N, N = state["step"], and keeps the newest `keep`. NotWritten if a disk fails:
-    then the older ones stay. A collective."""
+    """Writes step_N, N = state["step"], and keeps the newest `keep` checkpoints. Raises NotWritten
+    if a disk fails; then the older ones stay. All ranks must call it (a collective).
+    """
     path = folder / f"step_{state['step']}"
     partial = path.with_suffix(".partial")
     if world.any_rank(path.exists()):  # SIGTERM came after the last save
@@ -70,14 +72,16 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
 
 
 def check_shared(partial: Path, world: World):
-    """NotWritten if a machine has another disk: then the parts lie in several folders."""
+    """Raises NotWritten if a machine has another disk than rank 0: then the parts would lie in
+    several folders. All ranks must call it (a collective).
+    """
     if world.any_rank(not (partial / ".metadata").exists()):  # rank 0 wrote it
         raise NotWritten(f"some ranks do not see rank 0's {partial}. Would work: a folder that all "
                          f"machines share.")
 
 
 def make_room(partial: Path):
-    """An empty folder, and nothing that a kill left."""
+    """Makes an empty folder, and removes what a kill left."""
     with writing(partial):
         for left in partial.parent.glob("step_*.*"):
             shutil.rmtree(left)
@@ -85,7 +89,9 @@ def make_room(partial: Path):
 
 
 def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
-    """{"policy.lm.model.norm.weight": …, "….exp_avg": …}, tied weights once."""
+    """Returns the tensors of a checkpoint by name, as "policy.lm.model.norm.weight" and
+    "….exp_avg". Tied weights are there once.
+    """
     found = {}
     for who, it in trained.items():
         for name, p in it.parameters.items():
@@ -98,7 +104,10 @@ def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
 # ---- resume ----
 
 def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
-    """The checkpoint that the run in `folder` goes on from. None: it begins. A collective."""
+    """Returns the checkpoint that the run in `folder` goes on from. None: it begins. Raises a
+    SettingsError if the run cannot go on with these settings. All ranks must call it (a
+    collective).
+    """
     saved = find(folder / "checkpoints", world)
     if saved is None:
         if log.finished_steps(folder):
@@ -116,8 +125,9 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
 
 
 def consequences(args, state: dict) -> list[str]:
-    """A line for each rate and weight of the steps to come that other flags than before change: in
-    the next step and in the last one, and what it was in the step before."""
+    """Returns a line for each rate and weight of the steps to come that other flags than before
+    change: what it is in the next step and in the last one, and what it was in the step before.
+    """
     step, lines = state["step"], []
     before = restored(args, state["settings"])
     ahead = [(args.rates(s), before.rates(s)) for s in range(step, args.steps)]
@@ -134,14 +144,16 @@ def consequences(args, state: dict) -> list[str]:
 
 
 def kl_coef(args, state: dict) -> float:
-    """Of the next step. An adapted one goes on, unless --kl_reward_coef is another one."""
+    """Returns the KL coefficient of the next step. An adapted one goes on, unless --kl_reward_coef
+    is another one.
+    """
     flags = values_of(args)
     given, adapts = flags.get("kl_reward_coef", 0.0), flags.get("kl_target")
     return state["kl_coef"] if adapts and given == state["settings"]["kl_reward_coef"] else given
 
 
 def find(folder: Path, world: World) -> Saved | None:
-    """The newest one. A collective."""
+    """Returns the newest checkpoint of a folder, or None. All ranks must call it (a collective)."""
     numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them
     if not numbers:
         return None
@@ -150,12 +162,16 @@ def find(folder: Path, world: World) -> Saved | None:
 
 
 def fixed(args) -> frozenset[str]:
-    """FIXED, and what the groups of flags have."""
+    """Returns the names of settings that a resume may not change: FIXED, and what the dataclasses
+    of flags name.
+    """
     return FIXED.union(*(group.fixed for group in groups(args)))
 
 
 def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
-    """It, with what this resume changes. SettingsError if one of `fixed` or a row is another."""
+    """Returns the checkpoint with sentences for what this resume changes. Raises a SettingsError if
+    one of `fixed`, or a row, is another than before.
+    """
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
     rows = now.pop("row_digests", [])
     changed = [name for name in now if was.get(name, now[name]) != now[name]]
@@ -176,14 +192,14 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
 
 
 def words(value):
-    """A flag's value, as a person writes it."""
+    """Returns a flag's value as a person writes it."""
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 # ---- what a run is made of ----
 
 def facts(args, inputs, world: World) -> dict:
-    """Beside the flags, the same on all ranks."""
+    """Returns what a run is made of beside its flags. It must be the same on all ranks."""
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
             "reference_files": digest_of_files(inputs.reference),
@@ -191,23 +207,23 @@ def facts(args, inputs, world: World) -> dict:
 
 
 def digest(value) -> str:
-    """12 hex digits of what repr(value) says."""
+    """Returns 12 hexadecimal digits, a hash of repr(value)."""
     return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
 
 
 def row_digests(rows: list) -> list:
-    """[index, digest] of each row."""
+    """Returns [index, digest] of each row."""
     return [[row.index, digest(json.dumps(row.digested(sampled), default=str, skipkeys=True))]
             for row in rows]
 
 
 def digest_of_files(folder: str | None) -> str:
-    """Of a model's weights."""
+    """Returns a digest of a model's weights. folder: None has one too."""
     return digest([*map(sampled, weight_files(folder) if folder else [])])
 
 
 def sampled(path: str | Path) -> str:
-    """Of a file: its size, and 64 kB at 64 places."""
+    """Returns a digest of a file: of its size, and of 64 kB at 64 places."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         return digest([size, *(os.pread(file.fileno(), 2**16, start)
@@ -215,7 +231,9 @@ def sampled(path: str | Path) -> str:
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
-    """Fills weights and AdamW's state in place. A collective."""
+    """Fills weights and AdamW's state from a checkpoint, in place. All ranks must call it (a
+    collective).
+    """
     there = names_in(saved.path)
     for who, it in trained.items():
         for name, p in it.parameters.items():
@@ -228,7 +246,9 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
 
 
 def fill(wanted: dict[str, torch.Tensor], path: Path, world: World):
-    """Reads a checkpoint's tensors of these names, in place. A collective."""
+    """Reads the tensors of these names from a checkpoint, in place. Raises a SettingsError if it
+    cannot be read. All ranks must call it (a collective).
+    """
     try:
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=world.control)
     except CheckpointException as error:  # on all ranks
@@ -237,20 +257,21 @@ def fill(wanted: dict[str, torch.Tensor], path: Path, world: World):
 
 
 def names_in(path: Path) -> set[str]:
-    """Of the tensors in a checkpoint, as `tensors` has them."""
+    """Returns the names of the tensors in a checkpoint, as `tensors` has them."""
     return {*dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
 
 
 def steps(folder: Path) -> list[int]:
-    """N of each step_N, in order."""
+    """Returns the number N of each step_N in a folder, in order."""
     return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
 
 
 # ---- export: the trained weights as folders that transformers, peft and vLLM load ----
 
 def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ()):
-    """A Hugging Face folder in the source's dtype, by rank 0. ends: the ids that end a completion.
-    A collective."""
+    """Writes the policy as a Hugging Face folder in the source's dtype, on rank 0. ends: the ids
+    that end a completion. All ranks must call it (a collective).
+    """
     weights, dtype = {}, config_of(source).dtype or torch.float32
     names = names_in_files(skeleton(source), source)  # of tied weights only the first
     for name, value in policy.weights(dtype):
@@ -269,7 +290,9 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
 
 
 def write_ends(folder: Path, ends: list[int]):
-    """transformers and vLLM, with this folder, end where the run did."""
+    """Writes the ids that end a completion to generation_config.json, so that transformers and vLLM
+    end where the run did.
+    """
     path = folder / "generation_config.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     if ends:

@@ -71,7 +71,7 @@ class Args(ClipArgs, CommonArgs):
         return rows
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if not (self.teacher or self.teacher_prompt):
             yield "--teacher or --teacher_prompt must be given: else nobody teaches."
         if self.eval_data and not self.reward:

@@ -33,7 +33,7 @@ class EvalArgs(Flags):
     switch: ClassVar[str] = "eval_data"
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if self.eval_temperature and not 0.01 <= self.eval_temperature <= 2:  # vLLM's own limits
             yield (f"--eval_temperature must be 0, or from 0.01 to 2 (got "
                    f"{self.eval_temperature}).")
@@ -46,7 +46,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Returns the probability that at least one of k samples is correct, without bias, from n >= k
     samples of which `correct` are.
 
-        1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
+        1 - C(n - correct, k) / C(n, k)              https://arxiv.org/abs/2107.03374, equation 1
     """
     return 1.0 - comb(n - correct, k) / comb(n, k)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass
 class Shape:
-    """The sizes of a model. Its parameters are counted on the model itself."""
+    """The sizes of a model. Parameters are counted on the model itself."""
     hidden: int
     wide: int  # columns of the MLP that a token uses
     layers: int
@@ -34,7 +34,9 @@ class Shape:
 # ---- what it computes, and what its files say ----
 
 class Family:
-    """How one model_type is computed: here a dense text model. config: transformers' own."""
+    """How the models of one model_type are computed: here a dense text model. config: transformers'
+    own.
+    """
     auto = "AutoModelForCausalLM"  # the class of transformers that makes it
 
     def __init__(self, config):
@@ -42,30 +44,38 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """The name of transformers' class. "": it has no causal language model of this type."""
+        """The name of transformers' class of this model_type. It is empty if transformers has no
+        causal language model of it.
+        """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALL
         name = ALL.get(self.config.model_type, "")
         return name if name.endswith(("CausalLM", "HeadModel")) else ""
 
     def skeleton(self, dtype, **options):
-        """The model without weights, on the device "meta"."""
+        """Returns transformers' model without weights, on the device "meta". options: more
+        arguments of from_config.
+        """
         import transformers
         with torch.device("meta"):
             return getattr(transformers, self.auto).from_config(
                 self.config, dtype=dtype, attn_implementation="sdpa", **options)
 
     def parts(self, lm) -> list:
-        """The modules that have layers, which FSDP shards. The first one reads tokens."""
+        """Returns the modules that have layers, each of which FSDP shards. The first module is the
+        one that reads tokens.
+        """
         return [lm]
 
     def pieces(self, name: str, tensor, first: int = 0):
-        """Yields what the files have of a parameter: (name, tensor, its first row in the file).
-        tensor: rows of the parameter, from its row `first` on."""
+        """Yields how a checkpoint's files name what the trainer has of a parameter: (name, tensor,
+        its first row in the file). tensor: rows of the parameter, from its row `first` on.
+        """
         yield name, tensor, first
 
     def shape(self, lm) -> Shape:
-        """The sizes of lm, which needs no weights. Parameters and linear layers are counted on its
-        modules; config.json has the rest."""
+        """Returns the sizes of a model, which needs no weights. Parameters and linear layers are
+        counted on its modules; config.json has the rest.
+        """
         text, c = self.parts(lm)[0], lm.config.get_text_config()
         more, params = c.to_dict(), sum(p.numel() for p in lm.parameters())
         layers = Counter()  # {number of a layer: its parameters}

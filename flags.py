@@ -59,7 +59,7 @@ class ClipArgs(Flags):
     """Upper bound."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         masks = self.engine_correction in ("mask", "sequence_mask")
         if masks and self.correction_low > self.correction_high:
             yield (f"--correction_low must be at most --correction_high {self.correction_high} "
@@ -68,12 +68,12 @@ class ClipArgs(Flags):
 
     @property
     def bounds(self) -> dict[str, float | None]:
-        """What every loss takes."""
+        """The bounds of the ratio, by the names of a loss's arguments."""
         return {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
 
     @property
     def correction(self) -> dict[str, object]:
-        """What losses.engine_correction takes."""
+        """The arguments of losses.engine_correction."""
         return {"kind": self.engine_correction, "low": self.correction_low,
                 "high": self.correction_high}
 
@@ -89,7 +89,7 @@ class LossArgs(ClipArgs):
     """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if self.overlong_buffer > plan.args.max_tokens:
             yield (f"--overlong_buffer must be at most --max_tokens {plan.args.max_tokens:,} (got "
                    f"{self.overlong_buffer:,}).")
@@ -107,7 +107,7 @@ TAKES = {  # positional arguments, and those by name
 
 
 class Own(NamedTuple):
-    """A function of a file, or a built-in one."""
+    """A function of --loss or --advantage, of a file or a built-in one."""
     function: Callable
     refuses: Callable | None = None  # args -> why they do not fit it, or None
     per: str = "completion"  # or token: what an advantage has a number of
@@ -117,7 +117,9 @@ class Own(NamedTuple):
 
 @cache
 def own(flag: str, spec: str) -> Own:
-    """What --loss or --advantage names. SettingsError if it cannot be loaded."""
+    """Loads what --loss or --advantage names. Raises a SettingsError if it cannot be loaded, or if
+    its parameters are not those of such a function.
+    """
     if spec in NAMES[flag]:
         return Own(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
     path, name = find(flag, spec)
@@ -142,7 +144,9 @@ def own(flag: str, spec: str) -> Own:
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
-    """The file and the name in it."""
+    """Returns the file of FILE.py:NAME, and the name in it. Raises a SettingsError if there is
+    none.
+    """
     file, _, name = spec.rpartition(":")
     for path in Path(file), ROOT / file:
         if file.endswith(".py") and path.is_file():
@@ -155,7 +159,7 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
 
 
 def rules(args):
-    """Yields a sentence for what does not fit --loss or --advantage."""
+    """Yields a sentence for each setting that does not fit --loss or --advantage."""
     updates = args.minibatches * args.epochs
     if args.loss == "reinforce" and updates > 1:
         yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
@@ -211,7 +215,7 @@ class RunArgs(Flags):
     1e-3; in bfloat16 2 times what rounding does to this model, 0.005 to 0.15."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if self.target_reward and plan.args.steps < 13:
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
@@ -280,15 +284,18 @@ class CommonArgs(Flags):
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
 
     def choose_rates(self, parameters: int, factor: float = 1) -> None:
-        """Sets --lr and --critic_lr where they are not given: `factor` times the usual ones of a
-        model with so many parameters."""
+        """Sets --lr and --critic_lr where they are not given: `factor` times the usual rates of a
+        model with so many parameters.
+        """
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
         self.lr = self.lr or factor * lr
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
     def rates(self, step: int) -> dict[str, float]:
-        """What flags that a resume may change give a step, counted from 0."""
+        """Returns what flags that a resume may change give a step, counted from 0: learning rates,
+        and weights of rewards.
+        """
         def rate(peak: float) -> float:
             return learning_rate(step, self.steps, peak, self.optimizer_args)
 
@@ -302,14 +309,17 @@ class CommonArgs(Flags):
         return found
 
     def find_reference(self, files, weights: bool):
-        """files, an inputs.ModelFiles, with what is needed of a reference model. weights: fetch
-        them too."""
+        """Returns `files`, an inputs.ModelFiles, with what is needed of a reference model. Here it
+        is the model itself. weights: fetch them too.
+        """
         return files
 
     def load_rows(self, flag: str, seed: int, files, notes: list[str],
                   make=make_row) -> list[Row]:
-        """Of --data or --eval_data: `flag`. [] without it. files: inputs.ModelFiles. notes gets a
-        sentence. make: what a script has in the place of make_row."""
+        """Reads the rows of --data or --eval_data; `flag` is its name. Without the flag there are
+        none. files: inputs.ModelFiles. `notes` gets a sentence that counts them. make: what a
+        script has in the place of make_row.
+        """
         spec = getattr(self, flag)
         if not spec:
             return []
@@ -320,10 +330,12 @@ class CommonArgs(Flags):
         return rows
 
     def formula(self, reference, micro):
-        """What an update asks of Policy.logprobs in the place of log-probs. None: those."""
+        """Returns what an update asks of Policy.logprobs in the place of log-probs. None:
+        log-probs.
+        """
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         name = "my-run" if self.name is None else self.name
         # runs/tiny-… hold the tiny models.
         if not re.fullmatch(r"(?!tiny-)\w[\w .,=+@-]*", name) or len(name.encode()) > 200:
@@ -352,8 +364,9 @@ OF_A_CALL = frozenset("eval_only name ranks resume".split())  # not of the run t
 
 
 def parse(kind: type, description: str):
-    """The command line → Args. If --name is a run that is there, flags that are not given have its
-    values."""
+    """Reads the command line → the script's Args. If --name is a run that is there, flags that are
+    not given have the run's values. A mistake is printed as a sentence and ends the process.
+    """
     mistakes, words = Mistakes(), sys.argv[1:]
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -370,8 +383,9 @@ def parse(kind: type, description: str):
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """The words → Args, with what args.json has of the flags that are not given, which must be what
-    these flags take today."""
+    """Reads the words anew, with what args.json has of the flags that are not given. These must be
+    values that the flags take today.
+    """
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     before = []
@@ -387,7 +401,7 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
 
 
 def parse_words(kind: type, description: str, words: list[str], **options):
-    """The words → Args. SettingsError: what tyro says of them, or those of other systems."""
+    """Reads words of a command line → Args. Raises a SettingsError with what tyro says of them."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):

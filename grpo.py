@@ -79,7 +79,7 @@ class Args(flags.LossArgs, CommonArgs):
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if self.group == 1 and self.dynamic_sampling:
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")

@@ -24,7 +24,7 @@ from texts import check_tokenizer, eos_ids
 
 @dataclass
 class Inputs:
-    """What a run works with."""
+    """What a run works with, before its weights load."""
     source: str  # the model's folder
     tokenizer: object
     shape: Shape
@@ -39,7 +39,9 @@ class Inputs:
 
 
 def show_plan(args) -> int:
-    """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
+    """Prints the plan of --plan, which needs neither torchrun nor a GPU, and loads no weights.
+    Returns the exit status, 1 if it does not fit.
+    """
     found = read_files(args, args.plan_args.ranks, weights=False)
     kind = extended("memory", args.memory, args, found.shape)
     planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
@@ -49,8 +51,9 @@ def show_plan(args) -> int:
 
 
 def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> Inputs:
-    """All that a run needs, but no weights. A model that is not here is made or fetched.
-    SettingsError: see read_files; or it is certain that the run does not fit."""
+    """Returns all that a run needs but its weights. A model that is not here is made or fetched.
+    Raises a SettingsError as read_files does, or if it is certain that the run does not fit.
+    """
     found, card, free = read_files(args, ranks, local_size, began), None, 0.0
     if torch.cuda.is_available():  # this makes no CUDA context
         card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
@@ -68,7 +71,7 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
 
 
 def free_bytes() -> int:
-    """What this machine has free, or the limit of its container."""
+    """Returns the bytes that are free on this machine, or the limit of its container."""
     words = Path("/proc/meminfo").read_text().split()
     found = [1024 * int(words[words.index("MemAvailable:") + 1])]
     for path in "memory.max", "memory/memory.limit_in_bytes":
@@ -79,11 +82,11 @@ def free_bytes() -> int:
 
 def read_files(args, ranks: int, local_size: int | None = None, began: str | None = None,
                weights: bool = True) -> Inputs:
-    """SettingsError: all mistakes of the flags; or the first file that is broken; or all that does
-    not fit together.
+    """Reads and checks the model's files and the rows. Raises a SettingsError with all mistakes of
+    the flags, or of the first file that is broken, or with all that does not fit together.
 
     local_size: see Plan. began: the time for chat templates that ask for it; None: now. weights:
-    of a model of the hub, fetch them too.
+    fetch the weights of a model of the hub too.
     """
     (needs, waits), notes = check_flags(args, ranks, local_size), []
     folder, lm, tokenizer = open_model(args.model, "model", weights)
@@ -112,7 +115,9 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
-    """What the rewards need, and which wait. SettingsError with all mistakes of the flags."""
+    """Returns what the rewards need, and which of them wait. Raises a SettingsError with all
+    mistakes of the flags.
+    """
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
     found = [], []
@@ -125,9 +130,10 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
 # ---- the rows ----
 
 def what_is_read(rows: list[data.Row]) -> str:
-    """Which columns the run reads, each combination with its number of rows, and the answers that
-    several rows have and that hold no digit: some data sets write "proof" or "notfound" where there
-    is no answer."""
+    """Returns which columns the run reads, each combination with its number of rows, and the
+    answers that several rows have and that hold no digit: some data sets write "proof" or
+    "notfound" where there is no answer.
+    """
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
                               for what, column in row.read.items()) for row in rows)
     words = Counter(str(row.answer) for row in rows if row.read.get("answer"))
@@ -152,7 +158,9 @@ class ModelFiles(NamedTuple):
 
 
 def open_model(name: str, flag: str, weights: bool = True):
-    """A model's name → (its folder, the model without weights, tokenizer)."""
+    """Returns a model by its name: (its folder, the model without weights, its tokenizer). flag:
+    the name of the flag, for messages.
+    """
     folder = find_model(name, flag, weights)
     lm = model.skeleton(folder, flag=flag)
     if weights or Path(name).is_dir():
@@ -161,12 +169,12 @@ def open_model(name: str, flag: str, weights: bool = True):
 
 
 def is_tiny(name: str) -> bool:
-    """Whether --model is one that tiny.py makes."""
+    """Returns whether --model is one that examples/tiny.py makes."""
     return name.partition(":")[0] == "tiny"
 
 
 def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
-    """A model's name → its folder. One that is not here is made (tiny) or fetched."""
+    """Returns the folder of a model by its name. One that is not here is made (tiny) or fetched."""
     if not is_tiny(name):
         return model_files.find(name, flag, weights)
     from examples import tiny
@@ -181,10 +189,11 @@ def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
-    """transformers' tokenizer of the folder `source`. SettingsError: it has none.
+    """Loads transformers' tokenizer of the folder `source`. Raises a SettingsError if it has none.
 
     The path is absolute: transformers reads some tokenizers otherwise by the name of their folder,
-    and an export has another name."""
+    and an export has another name.
+    """
     from transformers import AutoTokenizer
     with as_sentence(f"--{flag} {name} has no tokenizer that transformers can load"):
         found = AutoTokenizer.from_pretrained(os.path.abspath(source))
@@ -197,7 +206,9 @@ FIRST = 200  # rows of --data, and of --eval_data
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
-    """Those that the model can write. notes: says that there are none."""
+    """Returns those of the ids that the model can write. `notes` gets a sentence if there are none;
+    a script that samples nothing ends with a SettingsError.
+    """
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
@@ -209,7 +220,9 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
-    """Sentences for what the model or its engine cannot take."""
+    """Returns sentences for what the model or its engine cannot take: sequences beyond its
+    positions, and ids beyond its vocabulary.
+    """
     found, text = [], config.get_text_config()
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = text.to_dict().get("max_position_embeddings")

@@ -47,7 +47,9 @@ WAYS_OUT = {  # by the error of the operating system; another one says enough it
 
 
 def not_written(path: str | Path, error: BaseException) -> NotWritten:
-    """The sentence for an error of the operating system, also if a library carries it as text."""
+    """Returns the error for a path that cannot be written, with a way out. error: of the operating
+    system, also where a library carries it as text.
+    """
     said = re.search(r"(?:os error |Errno )(\d+)", str(error))
     works = WAYS_OUT.get(int(said[1])) if said else None
     return NotWritten(f"{path} cannot be written ({error})."
@@ -56,7 +58,7 @@ def not_written(path: str | Path, error: BaseException) -> NotWritten:
 
 @contextmanager
 def writing(path: str | Path):
-    """NotWritten where a disk fails inside."""
+    """A context that raises NotWritten where a disk fails inside."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -64,7 +66,9 @@ def writing(path: str | Path):
 
 
 def write_whole(path: Path, content: str | bytes):
-    """A kill, or a crash of the machine, leaves no half."""
+    """Writes a file so that a kill, or a crash of the machine, leaves the old one or the new one,
+    and no half.
+    """
     unfinished = path.with_suffix(".partial")
     with writing(path):
         with open(unfinished, "wb") as file:
@@ -76,7 +80,9 @@ def write_whole(path: Path, content: str | bytes):
 
 @contextmanager
 def whole_folder(folder: str | Path):
-    """Gives an empty folder to fill, which then replaces this one: no half of it is left."""
+    """A context that gives an empty folder to fill. At its end the folder replaces `folder`, so
+    that no half of it is ever there.
+    """
     unfinished = Path(f"{folder}.partial")
     with writing(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -88,13 +94,14 @@ def whole_folder(folder: str | Path):
 
 
 def as_lines(rows: list[dict]) -> str:
-    """Objects, as .jsonl has them."""
+    """Returns objects as the lines of a .jsonl."""
     return "".join(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 def read(path: Path):
-    """What a .json has; of a .jsonl the list of its lines, but for a last one that a kill cut off.
-    SettingsError: it is not there, or damaged."""
+    """Returns what a .json has, or the list of a .jsonl's lines without a last one that a kill cut
+    off. Raises a SettingsError if the file is not there, or damaged.
+    """
     place = path
     try:
         text = path.read_text()
@@ -124,7 +131,9 @@ BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 # ---- files ----
 
 def choose_folder(args, now: datetime) -> Path:
-    """runs/NAME of a run that is new, unfinished or asked for more steps."""
+    """Returns the folder runs/NAME of a run that is new, unfinished or asked for more steps. Raises
+    a SettingsError if it is finished, or if --no-resume forbids to go on.
+    """
     folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
@@ -136,20 +145,24 @@ def choose_folder(args, now: datetime) -> Path:
 
 
 def began(folder: Path | None, now: datetime) -> str:
-    """When the run in `folder` began for the first time: chat templates may write the date."""
+    """Returns when the run in the folder began for the first time: chat templates may write the
+    date.
+    """
     path = Path(folder or "", "args.json")
     kept = read(path).get("began") if folder and path.exists() else None
     return kept or now.isoformat(" ", "seconds")
 
 
 def finished_steps(folder: Path) -> int:
-    """0: it is not finished."""
+    """Returns the number of steps of a run that is finished. 0: it is not."""
     path = folder / "done.json"
     return read(path)["steps"] if path.exists() else 0
 
 
 def versions() -> dict[str, str]:
-    """The commit has a * if files are not as in it."""
+    """Returns the versions of this code and its libraries. The commit has a * if files are not as
+    in it.
+    """
     commit = ""
     with suppress(OSError):  # git is not installed
         commit = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
@@ -162,26 +175,26 @@ def versions() -> dict[str, str]:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of metrics.jsonl. []: there is none."""
+    """Returns the rows of metrics.jsonl. The list is empty if there is none."""
     return read(path) if path.exists() else []
 
 
 def is_evaluation(row: dict) -> bool:
-    """Whether a row of metrics.jsonl has an evaluation. Else it has a step."""
+    """Returns whether a row of metrics.jsonl has an evaluation. Else it has a step."""
     return "eval/rows" in row
 
 
 # ---- lines ----
 
 def duration(seconds: float) -> str:
-    """45 s, 12 min, 5.5 h."""
+    """Returns seconds as text: 45 s, 12 min, 5.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Log:
-    """A run's folder and output. project: of Weights & Biases."""
+    """A run's folder and its output, which rank 0 writes. project: of Weights & Biases."""
 
     def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
@@ -199,8 +212,9 @@ class Log:
 
     @contextmanager
     def decoration(self, what: str):
-        """What only decorates a run (W&B, samples, the curve, the page) never ends it: its failure
-        is a line, which begins with `what`."""
+        """A context for what only decorates a run (W&B, samples, the curve, the page): a failure
+        inside is printed as a line that begins with `what`, and never ends the run.
+        """
         try:
             yield
         except Exception as error:
@@ -212,8 +226,10 @@ class Log:
     # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Makes the folder and keeps other runs out. What was written after `start` steps goes: it
-        comes again."""
+        """Makes the folder, keeps other runs out of it, and writes args.json and plan.txt. What was
+        written after `start` steps is removed, because it comes again. args: all flags. Raises a
+        SettingsError if another run is writing the folder.
+        """
         if not self.writing:
             return
         with writing(self.folder):
@@ -241,8 +257,9 @@ class Log:
             self.open_wandb(args)
 
     def move_aside(self):
-        """Steps without a checkpoint to go on from: what they wrote goes to runs/NAME.1, or the
-        next number that is free."""
+        """Moves a run that has steps, and no checkpoint to go on from, to runs/NAME.1, or to the
+        next number that is free.
+        """
         number = 1
         while (old := Path(f"{self.folder}.{number}")).exists():
             number += 1
@@ -256,7 +273,7 @@ class Log:
                  f"{old}/")
 
     def forget(self, start: int):
-        """Removes what comes again, or is of a later step: samples, done.json."""
+        """Removes done.json, and samples that come again or are of a later step."""
         (self.folder / "done.json").unlink(missing_ok=True)
         for path in (self.folder / "samples").glob("*_*.jsonl"):
             kind, step = path.stem.split("_", 1)
@@ -264,14 +281,16 @@ class Log:
                 path.unlink()
 
     def finish(self, steps: int):
-        """done.json: the same command has nothing left to do."""
+        """Writes done.json: the same command has nothing left to do."""
         if self.writing:
             write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
 
     # ---- Weights & Biases ----
 
     def open_wandb(self, args: dict):
-        """Without a key the run is recorded offline. A name used again is another run there."""
+        """Begins a run of Weights & Biases. Without a key it is recorded offline. A name that is
+        used again is another run there.
+        """
         began = "".join(filter(str.isdigit, args["began"]))
         with self.decoration(WANDB_OFF):
             import wandb
@@ -282,14 +301,16 @@ class Log:
                 mode=None if known else "offline")
 
     def write_wandb(self, row: dict):
-        """Of an evaluation only eval/: its times would replace the step's."""
+        """Sends a row of metrics to Weights & Biases. Of an evaluation it sends eval/ alone: its
+        times would replace the step's.
+        """
         prefix = "eval/" if is_evaluation(row) else ""
         shown = {key: value for key, value in row.items() if key.startswith(prefix)}
         with self.decoration(WANDB_OFF):
             self.wandb.log(shown, step=row["step"])
 
     def close(self):
-        """Ends W&B."""
+        """Ends the run of Weights & Biases."""
         if self.wandb:
             with self.decoration(WANDB_OFF):
                 self.wandb.finish()
@@ -298,14 +319,15 @@ class Log:
 
     @contextmanager
     def time(self, name: str):
-        """Adds the seconds inside to time/NAME."""
+        """A context that adds its seconds to the metric time/NAME of this step."""
         began = time.monotonic()
         yield
         self.times[f"time/{name}"] += time.monotonic() - began
 
     def step(self, step: int, metrics: dict):
-        """Metrics after `step` steps to metrics.jsonl, W&B and the screen: 10 digits, null if not
-        finite. A collective."""
+        """Writes the metrics after `step` steps to metrics.jsonl, to W&B and to the screen, with 10
+        digits, and null where one is not finite. All ranks must call it (a collective).
+        """
         peak = torch.tensor(peak_memory(self.world.device) / 2**30, dtype=torch.float64)
         peak_gb = float(self.world.max(peak))  # of the rank that needed most
         row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak_gb}
@@ -324,7 +346,7 @@ class Log:
         self.say(self.evaluation_line(row) if is_evaluation(row) else self.step_line(row))
 
     def evaluation_line(self, row: dict) -> str:
-        """Its figures; those of samples have an interval."""
+        """Returns the line of an evaluation: its figures, those of samples with their intervals."""
         shown = []
         for key, value in row.items():
             name = key.removeprefix("eval/")
@@ -338,7 +360,7 @@ class Log:
         return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
     def step_line(self, row: dict) -> str:
-        """LINE, and the time left."""
+        """Returns the line of a step: the metrics of LINE, and the time that is left."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             equal = row.get("batch/groups_equal") == 1
@@ -353,7 +375,8 @@ class Log:
         return "  ".join([f"step {at}", *shown])
 
     def watch(self, metrics: dict):
-        """RuntimeError after BAD_STEPS steps in a row with a gradient that is not finite."""
+        """Raises a RuntimeError after BAD_STEPS steps in a row in which a gradient was not finite.
+        """
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
@@ -370,8 +393,9 @@ GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine
 
 
 class Meter:
-    """Means of per-token metrics over the tokens that are added, with the loss's own weights. Its
-    sums stay on the device."""
+    """Means of per-token metrics over the tokens that are added, with the loss's own weights. The
+    sums stay on the device.
+    """
 
     def __init__(self, world: World):
         self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
@@ -381,8 +405,9 @@ class Meter:
         self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
 
     def add(self, weights, metrics):
-        """One micro-batch: metrics {name: (n,)}, to average with weights (n,). SettingsError: one
-        has another shape, as a loss of a file may."""
+        """Adds a micro-batch: metrics {name: (n,)}, to be averaged with the weights (n,). Raises a
+        SettingsError if one has another shape, as a loss of a file may.
+        """
         self.weight = self.weight + weights.sum()
         for name, values in metrics.items():
             if values.shape != weights.shape:
@@ -394,7 +419,9 @@ class Meter:
                 self.gap_max = torch.cat([self.gap_max, values]).max().view(1)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
-        """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
+        """Returns the means over all ranks and optimizer steps. A name without "/" gets the prefix.
+        norm: the name for the gradient's norm. All ranks must call it (a collective).
+        """
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
                f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
@@ -409,7 +436,7 @@ class Meter:
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Of all completions of a step, which took `seconds` to sample."""
+    """Returns the metrics of all completions of a step, which took `seconds` to sample."""
     done, scores = [s.completion for s in samples], [s.score for s in samples]
     tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
     turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
@@ -436,7 +463,9 @@ SHORT.maxstring = 140  # characters
 
 
 def sample_row(s: Sample, decode=None) -> dict:
-    """An object of samples/. decode: the tokenizer's: the prompt is shown as the model saw it."""
+    """Returns an object of samples/. decode: the tokenizer's; with it the prompt is shown as the
+    model saw it.
+    """
     asked = s.prompt.row
     prompt = asked.prompt
     if decode:
@@ -449,8 +478,10 @@ def sample_row(s: Sample, decode=None) -> dict:
 
 
 def token_row(s: Sample, decode=None) -> dict:
-    """Lists with an item a token, for samples/. Numbers of a token that was not sampled are 0. {}:
-    no update has learned from the completion. decode: the tokenizer's."""
+    """Returns lists with an item a token, for samples/. Numbers of a token that was not sampled are
+    0. The dictionary is empty if no update has learned from the completion. decode: the
+    tokenizer's.
+    """
     if decode is None or s.advantages is None:
         return {}
     ids, sampled = s.completion.ids.tolist(), s.completion.sampled
@@ -468,14 +499,14 @@ def token_row(s: Sample, decode=None) -> dict:
 
 
 def short(row: dict) -> str:
-    """A line of the screen."""
+    """Returns a line of the screen for an object of samples/."""
     reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
     prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
     return f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}"
 
 
 def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, decode=None):
-    """Writes samples/NAME.jsonl, and prints `show` of them, on rank 0."""
+    """Writes samples/NAME.jsonl, and prints `show` of the samples, on rank 0."""
     if not log.writing:
         return
     file = f"samples/{name}.jsonl"
@@ -489,7 +520,9 @@ def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, dec
 # ---- how a run ended ----
 
 def grade(run_log: Log, flags) -> bool:
-    """Prints how the run began and ended → whether it missed a grade."""
+    """Prints how reward and held-out accuracy were at the beginning and at the end, and returns
+    whether the run missed a --target.
+    """
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
@@ -522,7 +555,7 @@ def grade(run_log: Log, flags) -> bool:
 
 
 def draw_curve(run_log: Log):
-    """curve.png, by rank 0, of a run with rewards."""
+    """Draws curve.png, on rank 0, of a run with rewards."""
     if not any(row.get("reward/mean") is not None for row in run_log.rows):
         return
     with run_log.decoration("curve.png is not written"):

@@ -26,10 +26,11 @@ recomputed = partial(recompute, use_reentrant=False, preserve_rng_state=False)
 
 
 def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool):
-    """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
+    """Returns the log-probs of the targets and the entropies of π = softmax(head(hidden) /
+    temperature), both (n,), in nats.
 
-    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,). Without `entropy`, which takes
-    a pass over all logits, the second is zeros.
+    hidden (n, H), head(hidden) (n, V), targets (n,). chunk: tokens whose logits are held at once.
+    Without `entropy`, which takes a pass over all logits, the second is zeros.
     """
     def part(hidden, targets):
         logits = head(hidden)
@@ -40,8 +41,10 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
 
 
 def in_chunks(part, chunk: int, *tensors):
-    """What `part` makes of tensors (n, …): several (n,). Of more than one chunk backward computes
-    the logits again, so memory is a few times chunk × V."""
+    """Calls part(*tensors) on chunks of the tensors (n, …) and joins the (n,) that it returns. With
+    more than one chunk, backward computes the logits again, so that memory is a few times chunk × V
+    numbers.
+    """
     if len(tensors[0]) <= chunk:
         return part(*tensors)
     if torch.is_grad_enabled():
@@ -51,7 +54,7 @@ def in_chunks(part, chunk: int, *tensors):
 
 
 def of_logits(logits, targets, temperature: float, entropy: bool):
-    """The same from logits (n, V)."""
+    """Returns the same from logits (n, V)."""
     if temperature != 1:  # a pass over all logits
         logits = logits / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
@@ -65,8 +68,9 @@ def of_logits(logits, targets, temperature: float, entropy: bool):
 
 @cache
 def compiled():
-    """`of_logits` in few passes over the logits. One graph serves every n > 1: a chunk that is
-    computed again in the backward must use the graph of its forward."""
+    """Returns `of_logits` compiled, which takes few passes over the logits. One graph serves every
+    n > 1: a chunk that is computed again in the backward must use the graph of its forward.
+    """
     return torch.compile(of_logits, dynamic=True)
 
 
@@ -92,7 +96,7 @@ class ModelArgs(Flags):
     """Tokens whose logits are held at once. 0: 512 MiB of float32 logits."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if self.shard_size and plan.ranks % self.shard_size:
             works = max(k for k in range(1, self.shard_size + 1) if plan.ranks % k == 0)
             yield (f"--shard_size must divide the {plan.ranks:,} ranks (got {self.shard_size}). "
@@ -114,13 +118,15 @@ class OptimizerArgs(Flags):
     """The learning rate after the warm-up, until --steps."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if max(self.betas) >= 1:
             yield f"--betas must be below 1 (got {self.betas}). Usual: --betas 0.9 0.999."
 
 
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
-    """The model without weights. Its attention takes packed inputs (batch.py)."""
+    """Returns a folder's model without weights, whose attention takes packed inputs (batch.py).
+    Raises a SettingsError if its model_type is not supported.
+    """
     from transformers import AttentionInterface
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
@@ -140,16 +146,18 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
-    """Of the computation: --dtype, or what fits the device."""
+    """Returns the dtype of the computation: --dtype, or what fits the device."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
 def build(kind, folder: str, world: World, args, trained: bool = True):
-    """A sharded LogprobModel or ValueModel with the weights of a folder. A collective.
+    """Builds a sharded LogprobModel or ValueModel with the weights of a folder. All ranks must call
+    it (a collective).
 
-    kind: its class. args: the script's Args. A model that is not trained has no master weights in
-    float32. SettingsError: the files lack weights of the model, or have others.
+    kind: the class. args: the script's. A model that is not trained has no master weights in
+    float32. Raises a SettingsError if the files lack weights of the model, have others, or hold
+    values that are not finite.
     """
     own, sizes, dims = args.model_args, (world.size,), None
     compute = compute_dtype(own, world.device)
@@ -182,7 +190,9 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
 
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
-    """FSDP2, in place. Parameters, gradients and sums are in `master`, the rest in `compute`."""
+    """Shards a model by FSDP2, in place: each of `layers`, and the rest as the root. Parameters,
+    gradients and their sums have the dtype `master`, the computation `compute`.
+    """
     options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(compute, master)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -200,14 +210,15 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
 
 
 def whole(tensor):
-    """The full tensor of one that FSDP has sharded. A collective."""
+    """Returns the full tensor of one that FSDP has sharded. All ranks must call it (a collective).
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 class Model(nn.Module):
-    """A language model of transformers, `lm`, with what its family brings."""
+    """A language model of transformers, `lm`, with the Family of its type."""
     frozen = False  # True: its weights are not trained, so they need no float32
 
     def __init__(self, lm, args):
@@ -216,25 +227,28 @@ class Model(nn.Module):
         self.lm, self.family = lm, family_of(lm.config)
 
     def start(self, seed: int):
-        """Fills the parameters that are in no file: with zeros."""
+        """Fills the parameters that are in no file: here with zeros."""
         for name, p in self.named_parameters():
             if not name.startswith("lm."):
                 nn.init.zeros_(p)
 
     def states(self, inputs):
-        """What the head gets: (1, S, H). inputs: a packed input (batch.Micro)."""
+        """Returns the last hidden states of a packed input, (1, S, H). inputs: those of
+        batch.Micro.
+        """
         return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
 
     def hidden(self, inputs, source):
-        """`states` at the places `source` of the packed input, which may repeat: (n, H).
+        """Returns `states` at the places `source` of the packed input, which may repeat: (n, H).
 
         On a CPU the gradient of x[source] depends on the threads; that of index_select does not. On
-        CUDA it is a sum by atomics, in any order."""
+        CUDA it is a sum by atomics, in any order.
+        """
         return self.states(inputs).flatten(0, 1).index_select(0, source)
 
 
 class LogprobModel(Model):
-    """A causal language model. Its forward gives log-probs."""
+    """A causal language model whose forward gives the log-probs of targets."""
 
     def __init__(self, lm, args):
         super().__init__(lm, args)
@@ -245,21 +259,26 @@ class LogprobModel(Model):
         self.cap = text.get("final_logit_softcapping")  # Gemma 2
 
     def head(self, hidden):
-        """(n, H) → logits (n, V) but for the scale, at least float32."""
+        """Returns the logits (n, V) of hidden states (n, H), at least in float32, before the
+        model's own scale.
+        """
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
-        """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
+        """Returns what `formula` returns, by default the log-probs (n,) of the targets in nats, and
+        entropies (n,). source, targets: see batch.Micro.
+        """
         formula = formula or token_logprobs
         # π = softmax(scale x head / temperature), so the scale goes into the temperature.
         return formula(self.hidden(inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, inputs, keep):
-        """transformers' own forward of one row, for the comparison before the first step. inputs: a
-        packed input of this row. keep: m positions → logits (m, V)."""
+        """Computes transformers' own forward of one row, for the comparison before the first step.
+        inputs: a packed input of this row. keep: m positions. Returns logits (m, V).
+        """
         capped = self.lm.config.to_dict().get("attn_logit_softcapping")
         text = self.family.parts(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
@@ -268,13 +287,15 @@ class LogprobModel(Model):
         return logits[0]
 
     def plain(self, inputs, keep):
-        """The forward of `plain_logits`: (1, m, V). transformers makes positions and mask."""
+        """Computes the forward of `plain_logits`: (1, m, V). transformers makes positions and mask
+        itself.
+        """
         ids = inputs["input_ids"]
         return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
 
 
 class ValueModel(Model):
-    """The same base with a scalar head."""
+    """The same base model with a head of one column, which predicts values."""
 
     def __init__(self, lm, args):
         super().__init__(lm, args)
@@ -283,14 +304,14 @@ class ValueModel(Model):
                               dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
-        """The value before each sampled token, (n,), at least float32."""
+        """Returns the value before each sampled token, (n,), at least in float32."""
         hidden = self.hidden(inputs, source)
         values = self.head(hidden).sum(-1)  # squeeze makes a view, see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Trained:
-    """A model with its optimizer. args: the script's Args."""
+    """A model with its optimizer. args: the script's."""
 
     def __init__(self, module: Model, world: World, args):
         self.module, self.world, self.args = module, world, args
@@ -304,11 +325,11 @@ class Trained:
                                            weight_decay=own.weight_decay, fused=True)
 
     def inputs(self, micro: Micro) -> dict:
-        """What the module gets of a micro-batch."""
+        """Returns what the module gets of a micro-batch."""
         return micro.inputs
 
     def run(self, micro: Micro, *inputs):
-        """The module's forward of a micro-batch."""
+        """Computes the module's forward of a micro-batch."""
         out = self.module(self.inputs(micro), micro.source, *inputs)
         if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
             self.module.reshard()
@@ -319,7 +340,9 @@ class Trained:
         loss.backward()
 
     def step(self, lr: float) -> float:
-        """One AdamW step on the clipped gradient → the norm before. Not finite: no step."""
+        """Clips the gradient, makes one AdamW step, and returns the norm before the clipping. If
+        the norm is not finite, it makes no step.
+        """
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.param_groups[0]["lr"] = lr
@@ -328,7 +351,7 @@ class Trained:
         return norm
 
     def move(self, device: torch.device):
-        """What --offload names goes to the host, or comes back."""
+        """Moves what --offload names to the host, or back to the device."""
         if "params" in self.moving:
             self.module.to(device)
         if "optimizer" in self.moving:
@@ -380,7 +403,7 @@ class Critic(Trained):
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
-    """The rate of a step, counted from 0: first the warm-up, then the schedule."""
+    """Returns the learning rate of a step, counted from 0: the warm-up first, then the schedule."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)
@@ -391,7 +414,7 @@ def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
 # ---- the classes of a run, with what parts add ----
 
 class Kinds(NamedTuple):
-    """The classes that a run builds."""
+    """The classes that a run builds, with what parts add to them."""
     logprob_model: type[LogprobModel]
     value_model: type[ValueModel]
     policy: type[Policy]
@@ -399,7 +422,9 @@ class Kinds(NamedTuple):
 
 
 def kinds(args, config, trained: bool = True) -> Kinds:
-    """The classes for these flags and a model of this config.json. trained: it is no reference."""
+    """Returns the classes for these flags and a model of this config.json. trained: it is no
+    reference model.
+    """
     return Kinds(extended("model", LogprobModel, args, config, trained),
                  extended("model", ValueModel, args, config, trained),
                  extended("policy", Policy, args, config, trained),

@@ -27,7 +27,10 @@ BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
 
 
 def find(model: str, flag: str = "model", weights: bool = True) -> str:
-    """A folder, or a name on the Hugging Face hub → a folder. weights: fetch them too."""
+    """Returns the folder of a model: of a folder itself, or of a name on the Hugging Face hub.
+    weights: fetch the weights too. Raises a SettingsError that says what is there instead, if it is
+    no model.
+    """
     path, works = Path(model), ""
     if (path / "config.json").is_file():
         return model
@@ -49,7 +52,9 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
 
 
 def fetch(model: str, weights: bool) -> str:
-    """Of a repository the small files, and the weights that are the model → a folder."""
+    """Downloads the small files of a repository of the hub, and the weights that are the model, and
+    returns the folder.
+    """
     folder, listed = snapshot_download(model, allow_patterns=FILES), None
     if not weights:
         return folder
@@ -61,23 +66,25 @@ def fetch(model: str, weights: bool) -> str:
 
 
 def family_of(config) -> Family:
-    """What a model brings, by its config.json."""
+    """Returns the Family of a model by its config.json."""
     return families().get(config.model_type, Family)(config)
 
 
 def families() -> dict[str, type[Family]]:
-    """{model_type: its class} of those that are more than a dense text model."""
+    """Returns {model_type: Family} of the types that parts bring."""
     return {kind: family for known in asked("FAMILIES").values() for kind, family in known.items()}
 
 
 def shape_from(lm) -> Shape:
-    """A model's sizes, with or without its weights."""
+    """Returns the sizes of a model, with or without its weights."""
     return family_of(lm.config).shape(lm)
 
 
 def config_of(folder: str, flag: str = "model"):
-    """SettingsError: no language model that transformers loads from files. What else it asks for is
-    compared when it runs (run.py)."""
+    """Reads config.json. Raises a SettingsError if it is no language model that transformers loads
+    from files. Other keys are not looked at: the model is compared with transformers' when it runs
+    (same_policy.py).
+    """
     from transformers import AutoConfig
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
@@ -100,9 +107,11 @@ def config_of(folder: str, flag: str = "model"):
 
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
-    """The files that are the model, as in transformers: an index names them, or it is
-    model.safetensors; else shards without an index. listed: names in a repository, if not all are
-    here."""
+    """Returns the files that are the model, by transformers' rule: those that an index names, or
+    model.safetensors, or shards without an index. listed: the names in a repository, if not all of
+    its files are here. Raises a SettingsError if there are none, or if two readers could take
+    different ones.
+    """
     names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
     index, single = "model.safetensors.index.json", "model.safetensors"
     counts = sorted({match[1] for name in names if (match := SHARD.fullmatch(name))})
@@ -126,7 +135,7 @@ def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[str]:
-    """The names of the files that an index names."""
+    """Returns the names of the files that an index names."""
     try:
         files = json.loads(index.read_text())["weight_map"].values()
         return sorted({min(files), *map(str, files)})
@@ -135,8 +144,9 @@ def shards_of(index: Path) -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name, tensor, its first row there) of what files have, and this rank: parameters, and
-    some buffers (Gemma 4)."""
+    """Yields (name in a checkpoint, tensor, its first row there) of what this rank has: parameters,
+    and those buffers that files have (Gemma 4).
+    """
     saved, family = lm.state_dict().keys(), family_of(lm.config)
     for name, p in (*lm.named_parameters(), *lm.named_buffers()):
         first, rows = 0, p.detach()
@@ -147,8 +157,10 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter or buffer: its name in the files}, whose headers alone are read. lm: not sharded.
-    SettingsError: they lack a tensor, or have one that the model does not take."""
+    """Returns {parameter or buffer: its name in the files}; it reads the headers of the files
+    alone. lm: a model that is not sharded. Raises a SettingsError if the files lack a tensor, or
+    have one that the model does not take.
+    """
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
@@ -188,7 +200,9 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 
 def load(lm, names: dict[str, str], folder: str):
-    """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
+    """Fills a sharded model from the files, and converts dtypes. Each rank reads its own rows.
+    names: of `names_in_files`; what is not there, such as a critic's head, stays as it is.
+    """
     wanted = {names[name]: (first, rows) for name, rows, first in tensors(lm) if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:

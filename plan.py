@@ -38,7 +38,7 @@ class PlanArgs(Flags):
     """The completions of every optimizer step must divide evenly over the ranks."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if not self.plan and (self.ranks, self.gpu_gb) != (1, 80.0):
             yield "--ranks and --gpu_gb need --plan."
         for prompts in plan.batches if self.strict else ():
@@ -51,23 +51,23 @@ class PlanArgs(Flags):
 
 
 def budgets(args) -> dict[str, int]:
-    """{flag: tokens of a micro-batch}."""
+    """Returns {flag: tokens of a micro-batch} of the flags that set one."""
     return {name: value for name, value in values_of(args).items()
             if name.endswith(("update_tokens", "score_tokens"))}
 
 
 def ceil_div(n: int, size: int) -> int:
-    """n / size, rounded up."""
+    """Returns n / size, rounded up."""
     return -(-n // size)
 
 
 def count(n: int, word: str) -> str:
-    """1 row, or 2 rows."""
+    """Returns a number with its word: 1 row, or 2 rows."""
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
 def spread(n: int, parts: int) -> str:
-    """The size of each part: 64, or 85 or 86."""
+    """Returns the size of each of `parts` parts of n as text: 64, or 85 or 86."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
@@ -76,7 +76,7 @@ def spread(n: int, parts: int) -> str:
 
 @dataclass
 class Phase:
-    """A model's pass over completions, if every sequence is the longest possible."""
+    """A model's pass over completions, where every sequence is the longest possible."""
     name: str
     rows: int  # completions of all ranks
     budget: int  # tokens of a micro-batch
@@ -100,7 +100,7 @@ class Phase:
 
 @dataclass
 class Plan:
-    """The sizes of a step. None: not known."""
+    """The sizes of a step. None: a size is not known."""
     args: object
     ranks: int
     n_rows: int | None  # prompts in --data
@@ -124,7 +124,9 @@ class Plan:
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
-        """The passes over a batch. The largest of several sizes comes first."""
+        """Returns the passes over a batch of so many prompts. Of several sizes of one phase the
+        largest comes first.
+        """
         a, critic, rows, passes = self.args, self.args.critic_args, prompts * self.args.group, []
         parts = sorted({ceil_div(rows, a.minibatches), rows // a.minibatches}, reverse=True)
         if not a.eval_args.eval_only:
@@ -143,7 +145,7 @@ class Plan:
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
     def text(self, short: bool = False) -> str:
-        """What --plan prints. short: without the lines that are indented by four."""
+        """Returns what --plan prints. short: without the lines that are indented by four."""
         a, samples = self.args, self.args.eval_args.eval_samples
         lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {self.step()}"]
         if not a.eval_args.eval_only:
@@ -159,7 +161,7 @@ class Plan:
         return "\n".join(x for x in lines if not short or not x.startswith("    "))
 
     def step(self) -> str:
-        """What one step trains on."""
+        """Returns the line that says what one step trains on."""
         a, prompts = self.args, self.batches[0]
         if a.eval_args.eval_only:
             return f"an evaluation of {count(self.n_eval, 'row')}, and no training"
@@ -171,7 +173,7 @@ class Plan:
         return text
 
     def training(self):
-        """Yields lines: what is trained, and what the engines are asked for."""
+        """Yields the lines that say what is trained, and what the engines are asked for."""
         a, prompts = self.args, self.batches[0]
         yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
         if self.n_rows:
@@ -186,7 +188,7 @@ class Plan:
             yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
-        """How often a run keeps a checkpoint, and how much."""
+        """Returns how often a run keeps a checkpoint, and how many bytes that takes."""
         every, keep = save_every(self.args), self.args.run_args.keep
         if self.args.eval_args.eval_only:
             return "nothing (--eval_only)"
@@ -200,8 +202,10 @@ class Plan:
 
 def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
              local_size: int | None = None) -> list[str]:
-    """A sentence for each rule that the settings break: the range of a flag (errors.py), and those
-    of several, which `rules` of their dataclass yields. The other arguments: see Plan."""
+    """Returns a sentence for each rule that the settings break: the range of a flag (settings.py),
+    a flag that does nothing, and rules of several flags, which `rules` of their dataclass yields.
+    The other arguments: see Plan.
+    """
     wrong, default = {}, values_of(type(args)())
     for group in groups(args):
         wrong |= outside(group)
@@ -233,9 +237,10 @@ SCORE_HEAD, UPDATE_HEAD = 2, 5  # float32 matrices (chunk, vocabulary), without 
 class Memory:
     """The memory of a rank, by parts.
 
-    card: bytes of its GPU; None: it has none, and may use `free` bytes of the machine.
-    parts: {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both.
-    cache: bytes of the engine's cache, which `holds` so many of the longest sequences.
+    card: bytes of its GPU; None: it has none, and may use `free` bytes of the machine. parts:
+    {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both. cache:
+    bytes of the engine's cache, which `holds` so many of the longest sequences. fits: whether the
+    larger sum leaves 3 % to spare, and the cache holds a sequence.
     """
 
     def __init__(self, plan: Plan, shape: Shape, card: float | None, free: float = 0.0):
@@ -256,29 +261,31 @@ class Memory:
 
     @property
     def trained(self) -> int:
-        """Parameters of the policy that are trained."""
+        """The number of parameters of the policy that are trained."""
         return 0 if self.args.eval_args.eval_only else self.shape.params
 
     @property
     def checkpoint(self) -> float:
-        """Bytes of a checkpoint: weights and two moments of each model that is trained."""
+        """The bytes of a checkpoint: weights and two moments of each model that is trained."""
         return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
 
     def shards(self) -> float:
-        """A rank keeps 1 / shards of the weights. Infinite: its GPU keeps none."""
+        """Returns the number of ranks that share the weights: a rank keeps 1 / shards of them. It
+        is infinite where the GPU keeps none.
+        """
         own = self.args.model_args
         return math.inf if self.card and own.cpu_offload else own.shard_size or self.plan.ranks
 
     def weights(self) -> float:
-        """Bytes of the policy's weights, of all ranks together."""
+        """Returns the bytes of the policy's weights, of all ranks together."""
         return self.m * self.shape.params
 
     def reference(self) -> float:
-        """Bytes of the reference model's weights, of all ranks together."""
+        """Returns the bytes of the reference model's weights, of all ranks together."""
         return self.c * (self.shape.reference or self.shape).params
 
     def models(self) -> dict[str, tuple[float, float]]:
-        """Weights, and what their training keeps."""
+        """Returns the parts that are weights, and what their training keeps."""
         args, shards = self.args, self.shards()
         weights, gradients = self.weights() / shards, self.m * self.trained / shards
         critic = weights + 3 * gradients if args.critic_args else 0.0  # it has all of these too
@@ -293,13 +300,15 @@ class Memory:
     # ---- a micro-batch ----
 
     def passes(self) -> dict[str, tuple[float, float]]:
-        """The largest micro-batch, and the largest chunk of logits."""
+        """Returns the parts that are the largest micro-batch and the largest chunk of logits."""
         found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
         micro, logits = (max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
         return {"micro-batch": (0.0, micro), "logits": (0.0, logits)}
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
-        """Bytes of its largest: (layers and what FSDP gathers for them, logits)."""
+        """Returns the bytes of a phase's largest micro-batch: (layers and what FSDP gathers for
+        them, logits).
+        """
         tokens, shape, args = phase.tokens, self.shape, self.args
         critic, update = phase.name.startswith("critic"), phase.name.endswith("update")
         if phase.name == "score" and shape.reference and shape.reference.params > shape.params:
@@ -312,18 +321,24 @@ class Memory:
         return layers, copies * 4 * min(tokens, chunk) * shape.vocab
 
     def gathered(self, shape: Shape, critic: bool, update: bool) -> float:
-        """Bytes of the weights that FSDP holds whole: the root, its own shard cast to --dtype, and
-        two layers, this one and the next; in an update also the gradients that it sums."""
+        """Returns the bytes of the weights that FSDP holds whole: the root, its own shard cast to
+        --dtype, and two layers, this one and the next; in an update also the gradients that it
+        sums.
+        """
         root = shape.vocab * shape.hidden if critic else shape.root
         weights = self.c * (root + root / self.shards() + 2 * shape.layer)
         return weights + (self.gradient_sum(root) if update else 0.0)
 
     def gradient_sum(self, root: int) -> float:
-        """Bytes of the gradients that FSDP sums at once: a layer's, and before it the root's."""
+        """Returns the bytes of the gradients that FSDP sums at once: those of a layer, and before
+        it the root's.
+        """
         return self.m * self.shape.layer + self.c * root
 
     def of_token(self, shape: Shape, phase: Phase, update: bool) -> float:
-        """Bytes of a token: what the layers keep for backward, and the work of one of them."""
+        """Returns the bytes of a token: what the layers keep for backward, and the work of one of
+        them.
+        """
         layer, vector = self.layer(shape, phase.keys), self.c * shape.hidden
         beside = 8 * vector  # between and after the layers
         mlp = 4 * self.c * shape.wide  # its four activations
@@ -335,7 +350,7 @@ class Memory:
         return kept + mlp / 2 + beside  # gradients of two of the four
 
     def layer(self, shape: Shape, keys: int) -> float:
-        """Bytes of a token that one layer keeps for backward. keys: see Phase."""
+        """Returns the bytes of a token that one layer keeps for backward. keys: see Phase."""
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         norms = (8 + 4 * self.c) * shape.hidden + (4 + self.c) * (q + kv)
         attention = self.c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
@@ -344,17 +359,21 @@ class Memory:
     # ---- the engine ----
 
     def engine_weights(self) -> float:
-        """Bytes of the weights in the engine of a rank."""
+        """Returns the bytes of the weights in the engine of a rank."""
         return self.c * self.shape.params / self.args.engine_args.tp
 
     def engine_work(self, tokens: int, seqs: int) -> float:
-        """Bytes of a forward of the engine. tokens: of prompts in one pass. seqs: completions."""
+        """Returns the bytes of a forward of the engine. tokens: of prompts in one pass. seqs:
+        completions at once.
+        """
         tp, shape = self.args.engine_args.tp, self.shape
         logits = 3 * 4 * seqs * shape.vocab  # three copies in float32
         return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits
 
     def engine(self) -> tuple[float, float]:
-        """Bytes while it samples, and asleep. Sets `cache` and `holds`."""
+        """Returns the bytes of the engine while it samples, and while it sleeps. It sets `cache`
+        and `holds`.
+        """
         e, shape, card = self.args.engine_args, self.shape, self.card
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
@@ -380,7 +399,9 @@ class Memory:
     # ---- in words ----
 
     def sentence(self) -> str:
-        """It fits, or what does not, and the first change of memory and time alone that helps."""
+        """Returns a sentence: that it fits, or what does not, with the first change of memory and
+        time alone that would help.
+        """
         column = self.sums.index(max(self.sums))
         when, total = ("rollout", "training")[column], self.sums[column] / GIB
         whose = "per GPU" if self.card else "free per rank"
@@ -403,7 +424,7 @@ class Memory:
                 f"{self.parts[part][column] / GIB:.1f} GiB. {works}")
 
     def text(self) -> str:
-        """The sentence, and the table."""
+        """Returns the sentence, and the table of all parts."""
         if not self.shape.fused:
             return "  memory     no plan: attention is not fused in this model"
         rows = {"GiB": ("rollout", "training")} | {

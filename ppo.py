@@ -44,7 +44,7 @@ class CriticArgs(Flags):
     """--score_tokens of the critic: its values before the update."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if 0 < plan.args.steps <= self.critic_warmup_steps:
             yield (f"--critic_warmup_steps must be below --steps {plan.args.steps} (got "
                    f"{self.critic_warmup_steps}): else the policy never learns.")
@@ -78,7 +78,7 @@ class Args(LossArgs, CommonArgs):
         return self.kl_reward_coef > 0
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if self.kl_target is not None and self.kl_reward_coef == 0:
             yield (f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0. "
                    "Would work: --kl_reward_coef 0.05.")

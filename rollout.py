@@ -47,7 +47,7 @@ class EngineArgs(Flags):
     """No CUDA graphs: a faster start, a slower generation."""
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         wholes = [(plan.ranks, "ranks")]
         if plan.local_size:
             wholes = [(plan.local_size, "ranks of a machine")]
@@ -66,14 +66,16 @@ class Request(NamedTuple):
 
 
 def hash_seed(*parts: int | str) -> int:
-    """63 bits. Neighbouring seeds (vLLM's `n=k`: seed + i) would share streams."""
+    """Returns a seed of 63 bits. Neighbouring seeds, as vLLM's `n=k` takes them (seed + i), would
+    share streams of random numbers.
+    """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Engine:
-    """vLLM in this process. Building one is a collective.
+    """vLLM, in this process. All ranks must build one (a collective).
 
-    run: run.Run, with its models; they share the GPU with the engine.
+    run: run.Run with its models, which share the GPU with the engine.
     """
 
     def __init__(self, run):
@@ -114,7 +116,9 @@ class Engine:
             torch.set_num_threads(threads)
 
     def options(self, max_len: int) -> dict:
-        """More of vLLM's, by GPU or CPU. max_len: tokens."""
+        """Returns more arguments of vLLM's LLM, which depend on GPU or CPU. max_len: tokens of the
+        longest sequence.
+        """
         if self.on_gpu:
             return {"enforce_eager": self.args.eager,
                     "max_num_seqs": self.args.max_num_seqs or None}
@@ -126,7 +130,7 @@ class Engine:
 
     @contextmanager
     def generating(self, policy: Policy):
-        """Inside, the engine has the policy's weights and the GPU."""
+        """A context in which the engine has the policy's weights and the GPU."""
         with self.log.time("sync"):
             if self.on_gpu:
                 self.make_room()
@@ -136,14 +140,16 @@ class Engine:
             self.sleep()
 
     def make_room(self) -> None:
-        """The trainer leaves the GPU to the engine."""
+        """Moves the trainer's models off the GPU, where --offload says so, and frees what torch
+        keeps.
+        """
         for model in self.trained:
             model.move(torch.device("cpu"))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
 
     def sleep(self) -> None:
-        """The trainer has the GPU back."""
+        """Frees the engine's memory on the GPU and moves the trainer's models back."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
@@ -151,13 +157,15 @@ class Engine:
             model.move(self.world.device)
 
     def load(self, policy: Policy) -> None:
-        """Gives the engine the policy's weights. A collective."""
+        """Gives the engine the policy's weights. All ranks must call it (a collective)."""
         with self.changing():
             self.take(policy.weights(self.dtype))
 
     @contextmanager
     def changing(self):
-        """A context in which the engine gets new weights. Afterwards it has its cache, empty."""
+        """A context in which the engine gets new weights. Afterwards it is awake, and its cache is
+        empty.
+        """
         if self.asleep:  # weights and cache at once is the classic out-of-memory
             self.llm.wake_up(tags=["weights"])
         yield
@@ -168,14 +176,16 @@ class Engine:
 
     def forget(self) -> None:
         """Clears the prefix cache, which was computed with other weights: log-probs after an old
-        prefix would be wrong by 0.5 nats. RuntimeError: vLLM could not."""
+        prefix would be wrong by 0.5 nats. Raises a RuntimeError if vLLM could not.
+        """
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
-        """Brings new weights, (name, tensor) each, into the engine's tensors: by vLLM's loader, and
-        on a CPU from the second time on by copies to the places that the loader chose, if
-        `find_places` sees them. A collective."""
+        """Brings new weights, (name, tensor) each, into the engine's tensors. vLLM's loader does
+        it; on a CPU from the second time on they are copied to the places that the loader chose, if
+        `find_places` sees them all. All ranks must call it (a collective).
+        """
         if self.places:
             for name, tensor in weights:
                 self.places[name].copy_(tensor)
@@ -191,14 +201,18 @@ class Engine:
             self.places, = self.llm.apply_model(partial(find_places, digests=digests))
 
     def finish_loading(self, model) -> None:
-        """What vLLM computes from weights that have come, such as a packed copy of the head."""
+        """Computes what vLLM derives from weights that have come, such as a packed copy of the
+        head.
+        """
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
         process_weights_after_loading(model, self.llm.model_config, self.world.device)
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """`group` completions of each prompt, in request order, on every rank. Their texts come
-        with their scores."""
+        """Samples `group` completions of each prompt and returns them in request order, on every
+        rank. Each has a seed of its own. Texts and scores come later (rewards.py). All ranks must
+        call it (a collective).
+        """
         owners = [prompt for prompt in prompts for _ in range(group)]
         requests = []
         for i, p in enumerate(owners):
@@ -210,7 +224,9 @@ class Engine:
         return [Sample(*one) for one in zip(owners, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """One completion of each request, on every rank. A collective."""
+        """Returns a completion of each request, on every rank. The engines divide the requests
+        among them. All ranks must call it (a collective).
+        """
         engine, place = divmod(self.world.rank, self.args.tp)
         mine = requests[share(len(requests), self.engines, engine)]
         mine = self.generate(mine, temperature)
@@ -218,18 +234,22 @@ class Engine:
         return self.world.gather(mine[share(len(mine), self.args.tp, place)])
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """With log-probs in nats, of the sampling distribution."""
+        """Returns a completion of each request by this rank's engine, with the log-probs of the
+        sampling distribution in nats.
+        """
         found = self.outputs(requests, temperature) if requests else []
         return [self.completion(output.outputs[0]) for output in found]
 
     def outputs(self, requests: list[Request], temperature: float, **options) -> list:
-        """Runs vLLM on the requests → its RequestOutput objects, in the order of requests."""
+        """Generates with vLLM and returns its RequestOutput objects, one a request, in request
+        order.
+        """
         from vllm import SamplingParams
         params = [SamplingParams(**self.sampling(r, temperature)) for r in requests]
         return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
 
     def sampling(self, request: Request, temperature: float) -> dict:
-        """The arguments of vLLM's SamplingParams for a request."""
+        """Returns the arguments of vLLM's SamplingParams for a request."""
         stop = list(self.args.stop)
         return dict(
             temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,
@@ -237,12 +257,13 @@ class Engine:
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
     def prompts(self, requests: list[Request]) -> list[dict]:
-        """The prompts of the requests, as vLLM takes them."""
+        """Returns the prompts of the requests in the form that vLLM takes."""
         return [{"prompt_token_ids": request.prompt_ids} for request in requests]
 
     def completion(self, output) -> Completion:
-        """A completion from vLLM's CompletionOutput. RuntimeError: its log-probs are missing or not
-        finite."""
+        """Returns a Completion of vLLM's CompletionOutput. Raises a RuntimeError if log-probs are
+        missing or not finite.
+        """
         ids = np.asarray(output.token_ids, dtype=np.int32)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
@@ -251,7 +272,7 @@ class Engine:
         return Completion(ids, logprobs, output.finish_reason == "length")
 
     def close(self) -> None:
-        """The last call of a run: it ends the process group too."""
+        """Ends the engine and the process group. It is the last call of a run."""
         self.world.barrier()  # else FSDP's threads may abort
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
@@ -259,22 +280,25 @@ class Engine:
 
 
 def digest(tensor: torch.Tensor) -> tuple:
-    """The shape and a hash of the bytes: tensors of one digest are equal to the last bit."""
+    """Returns the shape of a tensor and a hash of its bytes: tensors with equal digests are equal
+    to the last bit.
+    """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return tuple(tensor.shape), hashlib.blake2b(data).digest()
 
 
 def digested(weights: Iterator, digests: dict[str, tuple]) -> Iterator:
-    """The same weights, whose digests are kept as they pass."""
+    """Yields the same weights, and keeps the digest of each as it passes."""
     for name, tensor in weights:
         digests[name] = digest(tensor)
         yield name, tensor
 
 
 def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
-    """Finds in vLLM's model where each loaded weight stands: {name: a parameter, or some of its
-    rows}. {}: some weight, or some parameter, is not found bit for bit, because it is cut over
-    ranks, transposed, scaled or packed."""
+    """Finds in vLLM's model where each loaded weight stands → {name: a parameter, or some of its
+    rows}. It is empty if some weight or some parameter is not found bit for bit, because it is cut
+    over ranks, transposed, scaled or packed.
+    """
     packed, places = getattr(model, "packed_modules_mapping", {}), {}
     for whole, parameter in model.named_parameters(remove_duplicate=False):
         path, _, kind = whole.rpartition(".")
@@ -291,8 +315,9 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
 
 
 def engine_limits(args, card) -> tuple[int, int]:
-    """(prompt tokens in one pass, completions at once), by default as vLLM's get_batch_defaults
-    has them for a card."""
+    """Returns (prompt tokens in one pass, completions at once): by default those that vLLM's
+    get_batch_defaults has for a card of so many bytes.
+    """
     tokens, seqs = 8192, 256
     if card and card >= 70 * 2**30:  # of an A100 it is less
         tokens, seqs = 16384, 1024

@@ -27,7 +27,10 @@ from settings import save_every, values_of
 # ---- set-up ----
 
 def set_up(args, kind=None) -> "Run":
-    """Everything that a loop needs. kind: of the Run, if a script has its own."""
+    """Joins the ranks, checks everything, opens the folder, loads the models and resumes → the Run
+    that a loop needs. kind: the class of the Run, if a script has its own. All ranks must call it
+    (a collective).
+    """
     # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
@@ -69,7 +72,10 @@ def set_up(args, kind=None) -> "Run":
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
-    """From here on only this run writes its folder. kept: what args.json gets. A collective."""
+    """Opens the run's folder: from here on only this run writes it. start: steps that are done.
+    kept: what args.json gets. Raises a SettingsError if checkpoints are wanted and a machine does
+    not see the folder. All ranks must call it (a collective).
+    """
     world, every, folder = run_log.world, save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
@@ -79,8 +85,9 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 
 def again(world: dist.World, name: str) -> str:
-    """The command that goes on with this run, whose flags are in args.json. STARTED_AS is of
-    run.sh."""
+    """Returns the command that goes on with this run, whose flags are in args.json. run.sh sets
+    STARTED_AS.
+    """
     named = f"--name {shlex.quote(name)}"
     if started := os.environ.get("STARTED_AS"):
         return f"{started} {named}"
@@ -94,7 +101,9 @@ def again(world: dist.World, name: str) -> str:
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
-    """The run and all that it holds; a resumed one as its checkpoint has it. A collective."""
+    """Builds the Run and all that it holds: reward workers, models, engine. A resumed one is as its
+    checkpoint has it. All ranks must call it (a collective).
+    """
     pool = extended("pool", rewards.Pool, args, inputs.waits)
     scorer = pool(list(args.reward), args)  # its processes start now
     scorer.progress["max_steps"] = args.steps
@@ -117,7 +126,9 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 
 def build_models(args, world: dist.World, inputs: Inputs):
-    """(policy, reference, critic): None where the run has none."""
+    """Builds (policy, reference, critic). None: the run has none. All ranks must call it (a
+    collective).
+    """
     def made(folder: str, trained: bool, kind: str = "policy", module: str = "logprob_model"):
         kinds = model.kinds(args, config_of(folder), trained)
         weights = model.build(getattr(kinds, module), folder, world, args, trained)
@@ -158,34 +169,36 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Steps done when the loop ends."""
+        """The number of steps that are done when the loop ends."""
         return self.start if self.args.eval_args.eval_only else self.args.steps
 
     @property
     def evaluations(self) -> range:
-        """Before which steps the loop evaluates. `finish` makes the last evaluation."""
+        """The steps before which the loop evaluates. `finish` makes the last evaluation."""
         every = self.args.eval_args.eval_every or self.args.steps
         return range(0, self.args.steps if self.inputs.eval_rows else 0, every)
 
     @property
     def saves(self) -> set[int]:
-        """After which steps the loop saves."""
+        """The steps after which the loop saves."""
         steps, every = self.args.steps, save_every(self.args)
         return {*range(0, steps, every), steps} if every else set()
 
     @property
     def trained(self) -> dict[str, model.Trained]:
-        """What a checkpoint has."""
+        """The models that a checkpoint has, by name."""
         models = {"policy": self.policy, "critic": self.critic}
         return {name: it for name, it in models.items() if it}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the computation."""
+        """The dtype of the computation."""
         return model.compute_dtype(self.args.model_args, self.world.device)
 
     def restore(self, saved: checkpoint.Saved):
-        """Goes on from the checkpoint. A collective."""
+        """Goes on from a checkpoint: weights, optimizers, the position in the data. All ranks must
+        call it (a collective).
+        """
         state = saved.state
         checkpoint.load(saved, self.world, self.trained)
         for name, it in self.stateful.items():
@@ -196,21 +209,25 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """Writes what --eval_data gives after `step` steps. A collective."""
+        """Evaluates --eval_data after `step` steps, and writes the metrics. All ranks must call it
+        (a collective).
+        """
         self.log.step(step, self.held_out(step))
 
     def held_out(self, step: int) -> dict[str, float]:
-        """pass@1 and pass@k. A collective."""
+        """Returns the metrics of an evaluation: pass@1 and pass@k. All ranks must call it (a
+        collective).
+        """
         return sampled_metrics(self, step)
 
     def record(self, step: int, samples: list):
-        """Each --samples_every steps the samples go to samples/."""
+        """Writes the samples of a step to samples/, each --samples_every steps."""
         if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
                           decode=self.engine.tokenizer.decode)
 
     def save(self, step: int):
-        """A checkpoint. A collective."""
+        """Writes a checkpoint after `step` steps. All ranks must call it (a collective)."""
         folder = self.log.folder / "checkpoints"
         state = {"step": step, "kl_coef": self.kl_coef, "bad_steps": self.log.bad_steps,
                  "settings": self.settings}
@@ -221,15 +238,16 @@ class Run:
     # ---- the end ----
 
     def stopped(self, step: int) -> int:
-        """The end after SIGTERM, with a checkpoint → exit status."""
+        """Ends a run that got SIGTERM and was saved. Returns the exit status."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
                      f"{self.world.again}")
         self.close()
         return dist.SAVED
 
     def finish(self) -> int:
-        """The last evaluation, the exported model, the grade; then what only decorates → exit
-        status."""
+        """Makes the last evaluation, exports the model and grades the run; then comes what only
+        decorates it. Returns the exit status. All ranks must call it (a collective).
+        """
         missed, flags = False, self.args.run_args
         if self.inputs.eval_rows:
             self.evaluate(self.end)
@@ -250,11 +268,11 @@ class Run:
         return int(missed)
 
     def export(self):
-        """Writes the trained model to runs/NAME/model. A collective."""
+        """Writes the trained model to runs/NAME/model. All ranks must call it (a collective)."""
         export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
 
     def close(self):
-        """Ends workers and engine. A collective."""
+        """Ends the reward workers and the engine. All ranks must call it (a collective)."""
         self.log.close()
         self.scorer.close()
         if self.engine:

@@ -23,11 +23,12 @@ OF_TRAINER = ("LogprobModel in model.py or attention in batch.py lacks what this
 
 
 def compare_policies(run):
-    """SettingsError if transformers, trainer and engine are not one policy; else the run says how
-    far they are apart. A reference of other files is compared too. A collective.
+    """Compares the log-probs of transformers, trainer and engine before the first step, and of a
+    reference model with files of its own. Raises a SettingsError if they are not one policy; else
+    the run prints how far they are apart. All ranks must call it (a collective).
 
-    A gap is the mean over tokens of the difference of log-probs, in nats: rounding moves single
-    tokens much, and their mean little.
+    A gap is the mean over tokens of the absolute difference of log-probs, in nats: rounding moves
+    single tokens much, and their mean little.
     """
     prompts = prompts_of(run)
     samples, engine = sampled(run, prompts)
@@ -45,8 +46,10 @@ def compare_policies(run):
 
 
 def judge(run, gaps: dict[str, float], rounding: float):
-    """gaps, rounding: the largest of all ranks, in nats a token. Without --max_gap the limit in
-    bfloat16 is measured: gaps of right programs are about the rounding (bench/RESULTS.md)."""
+    """Raises a SettingsError if a gap is over the limit, else prints the gaps. gaps, rounding: the
+    largest of all ranks, in nats a token. Without --max_gap the limit in bfloat16 is measured: gaps
+    of right programs are about the rounding (bench/RESULTS.md).
+    """
     given = run.args.run_args.max_gap
     limit = given or 1e-3
     what = f"--max_gap {limit:g}"
@@ -64,8 +67,9 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Those of the first rows, and of the longest; and one that leaves room for TOKENS alone: what
-    depends on the length (windows, scaled frequencies) shows there."""
+    """Returns prompts to compare: the first rows, the longest rows, and one that is so long that
+    only TOKENS more fit. What depends on the length (windows, scaled frequencies) shows there.
+    """
     rows = run.inputs.rows + run.inputs.eval_rows
     longest = sorted(rows, key=lambda row: len(row.prompt_ids))[-LONGEST:]
     rows = rows[:ROWS - len(longest)] + longest
@@ -76,8 +80,9 @@ def prompts_of(run) -> list[Prompt]:
 
 
 def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | None]:
-    """A completion of each by this rank's engine, and the log-probs (M,). Without an engine: words
-    of prompts, and None."""
+    """Samples a completion of each prompt with this rank's engine → the samples, and the engine's
+    log-probs (M,). Without an engine the completions are words of prompts, and the second is None.
+    """
     room = min(TOKENS, run.args.max_tokens)
     if run.engine:
         with run.engine.generating(run.policy):
@@ -94,8 +99,10 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
 
 
 def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
-    """(M,) of all sampled tokens. Each row but the longest is computed twice in one packed input,
-    and the second counts: it may not look at its neighbour. A collective."""
+    """Returns the trainer's log-probs of all sampled tokens, (M,). Each row but the longest is
+    computed twice in one packed input, and the second copy counts: it may not look at its
+    neighbour. All ranks must call it (a collective).
+    """
     found = []
     for sample in samples:
         copies = [sample] if sample is samples[-1] else [sample, sample]
@@ -107,9 +114,10 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
 
 
 def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M,) of all sampled tokens, by transformers' own forward of each row alone; and in bfloat16
-    how far they move when each embedding does, by a rounding: so much right programs may differ.
-    A collective."""
+    """Returns the log-probs of all sampled tokens by transformers' own forward of each row alone,
+    (M,), and in bfloat16 how far they move when each embedding moves by a rounding: so much right
+    programs may differ. All ranks must call it (a collective).
+    """
     heat, device = run.args.temperature, run.world.device
     plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
     if run.dtype != torch.bfloat16:
@@ -121,13 +129,17 @@ def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Ten
 
 
 def off_by_a_rounding(embedding, inputs, x):
-    """A forward hook: numbers move by at most half of bfloat16's last place."""
+    """A forward hook of the embedding: its numbers move at random by at most half of bfloat16's
+    last place.
+    """
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) - 0.5
     return (x.float() * (1 + 2**-7 * noise)).to(x.dtype)
 
 
 def plain_logprobs(policy, sample: Sample, heat: float, device):
-    """(n,) of the sampled tokens. heat: the temperature. A collective."""
+    """Returns the log-probs of a sample's tokens by transformers' own forward, (n,). heat: the
+    temperature. All ranks must call it (a collective).
+    """
     module, micro = policy.module, Micro(Batch([sample]), [0], device)  # one row: as it is
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():

@@ -34,7 +34,7 @@ class CarryArgs(Flags):
     switch: ClassVar[str] = "carry"
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         flags = values_of(plan.args)
         if self.carry and flags.get("engine_correction", "none") == "none":
             yield ("--carry needs --engine_correction: older policies sampled some of a step's "

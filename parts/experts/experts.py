@@ -44,7 +44,7 @@ class ExpertArgs(Flags):
     fixed: ClassVar[tuple[str, ...]] = ("freeze_router",)
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if plan.shape and plan.shape.kind != "experts":
             yield from (f"--{name} needs a model with experts." for name in not_default(self))
         if self.replay_routing and not plan.args.needs_engine:

@@ -49,7 +49,7 @@ class LoraArgs(Flags):
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         shape, most = plan.shape, LORA_RANKS[-1]
         if not self.lora_rank:
             return

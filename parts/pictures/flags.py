@@ -22,7 +22,7 @@ class PictureArgs(Flags):
         return self.min_image_tokens, self.max_image_tokens
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if plan.shape and plan.shape.kind != "pictures":
             yield from (f"--{name} needs a model that sees pictures." for name in not_default(self))
         flags = values_of(plan.args)

@@ -43,7 +43,7 @@ class TurnArgs(Flags):
     switch: ClassVar[str] = "reply"
 
     def rules(self, plan):
-        """See plan.problems."""
+        """Yields a sentence for each rule that is broken (settings.Flags)."""
         if paid_by(plan.args) and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
         if self.reply and values_of(plan.args).get("replay_routing"):
