@@ -11,6 +11,7 @@ import errors
 import fakes
 import family
 import model
+import part
 import plan
 import rewards
 import rollout
@@ -232,7 +233,8 @@ def test_what_offload_names_moves():
 @needs("experts")
 def test_a_rank_has_whole_experts():
     shape = shape_of("Qwen3-30B-A3B")
-    found = plan.Memory(Plan(args(), 3, 64, 0), shape, 80 * plan.GIB)
+    kind = part.extended("memory", plan.Memory, args(), shape)
+    found = kind(Plan(args(), 3, 64, 0), shape, 80 * plan.GIB)
     assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)
 
 

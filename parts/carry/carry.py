@@ -36,7 +36,9 @@ class CarryArgs(Flags):
     def rules(self, plan):
         """Yields a sentence for each rule that is broken (settings.Flags)."""
         flags = values_of(plan.args)
-        if self.carry and flags.get("engine_correction", "none") == "none":
+        if self.carry and "engine_correction" not in flags:
+            yield f"--carry is for completions to learn from, which {plan.args.script} has not."
+        elif self.carry and flags["engine_correction"] == "none":
             yield ("--carry needs --engine_correction: older policies sampled some of a step's "
                    "tokens. Would work: --engine_correction truncate.")
         for other in "reply", "stop", "replay_routing":
