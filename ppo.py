@@ -35,7 +35,7 @@ class CriticArgs(Flags):
     """The critic."""
     critic_lr: Positive | None = None
     """Peak learning rate of the critic. Not given: 1e-3 for a model below ten million parameters,
-    else 1e-5; LoRA: ten times as much."""
+    else 1e-5."""
     critic_warmup_steps: int = 0
     """First steps, in which only the critic learns."""
     critic_update_tokens: int = 16384
