@@ -82,7 +82,7 @@ def make(tmp_path_factory):
 @pytest.fixture
 def read(tmp_path, monkeypatch):
     """What a run reads of TEXTS with a model's folder."""
-    monkeypatch.setattr(rewards, "check", lambda names: ([], []))  # without processes
+    monkeypatch.setattr(rewards, "check", lambda names, args: ([], []))  # without processes
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": text, "answer": "4"}) + "\n" for text in TEXTS))
     return lambda folder: inputs.read_files(changed(grpo.Args(), model=folder, data=str(path)), 1)
