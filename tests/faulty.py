@@ -4,6 +4,7 @@ Shipped functions are wrapped from outside, so the product has no hook for tests
 RANK (* is all), in step STEP (from 0; -1 is before the first), WHAT happens: raise, kill, hang,
 nan, full, none, term, wrong.
 """
+import importlib
 import os
 import resource
 import signal
@@ -69,7 +70,7 @@ def wrap(owner, name: str, rank: str, step: int, what: str) -> None:
 
 
 if __name__ == "__main__":
-    script = __import__(sys.argv.pop(1))
+    script = importlib.import_module(sys.argv.pop(1).replace("/", "."))
     for fault in os.environ.get("FAULTS", "").split():
         place, rank, step, what = fault.split(":")
         if place == "engine":                          # inside vLLM, which is there once it starts

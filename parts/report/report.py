@@ -66,10 +66,11 @@ def in_words(value) -> str:
 
 def changed(args: dict) -> list[list[str]]:
     """[flag, value, default] of the flags that have another value than the default."""
-    script = Path(args.get("script", "grpo.py")).stem
-    if not (ROOT / f"{script}.py").is_file():  # a copy that is gone
-        script = "grpo"
-    defaults = values_of(importlib.import_module(script).Args())
+    script = Path(args.get("script", "grpo.py"))
+    if not (ROOT / script).is_file():  # a copy that is gone
+        script = Path("grpo.py")
+    module = importlib.import_module(".".join(script.with_suffix("").parts))
+    defaults = values_of(module.Args())
     found = [(name, in_words(args[name]), in_words(default))
              for name, default in defaults.items() if name in args]
     return [[f"--{name}", value, default] for name, value, default in found if value != default]

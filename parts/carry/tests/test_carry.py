@@ -15,7 +15,7 @@ import plan
 import test_layouts
 from batch import Completion
 from data import Row, Stream
-from parts.carry.carry import Carry, CarryArgs, carrying
+from parts.carry.carry import Carry, CarryArgs
 from rollout import Request, hash_seed
 
 END = 99
@@ -60,7 +60,7 @@ SEEDS = {hash_seed(5, "train", position, i, *begun): (position, i, begun[0] if b
 
 def made(carry: int, tokens: int, length=None, max_tokens: int = 32):
     args = SimpleNamespace(batch=3, group=2, seed=5, temperature=0.5, max_tokens=max_tokens,
-                           carry_args=CarryArgs(carry, tokens))
+                           parts=SimpleNamespace(carry=CarryArgs(carry, tokens)))
     stream = Stream([Row(i, "", [i], None, {}, "") for i in range(64)], 0)
     stream.next = lambda n: in_file_order(stream, n)
     it = Carry(args, stream)
@@ -172,8 +172,7 @@ def test_what_is_in_flight_comes_back_from_a_checkpoint():
         one.stream.rows = [replace(row, index=3 * row.index + 1) for row in one.stream.rows]
     steps(it, 5)
     again.stream.position = it.stream.position
-    before, after = carrying(object, it)(), carrying(object, again)()
-    after.restore(json.loads(json.dumps(before.state())), it.stream.rows)
+    again.load_state_dict(json.loads(json.dumps(it.state_dict())))
     for step in range(5, 10):
         for a, b in zip(one_step(it, step), one_step(again, step), strict=True):
             assert a.prompt.position == b.prompt.position and a.prompt.row == b.prompt.row

@@ -6,7 +6,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
-import distill
 import faults
 import inputs
 import losses
@@ -18,6 +17,7 @@ from data import DataArgs
 from errors import SettingsError
 from examples import tiny
 from live import Live
+from parts.distill import distill
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
 from settings import changed
@@ -105,9 +105,9 @@ def arguments(**flags):
 
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
-    found, shipped = {}, head.divergence
-    import sft  # this test alone needs these two
+    from parts.sft import sft
     from parts.trial import trial
+    found, shipped = {}, head.divergence
     for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
@@ -130,6 +130,8 @@ def tried(world, folder: str) -> dict[str, tuple]:
 
 def test_the_worst_case_has_the_divergence_too(tmp_path):
     """Its head is called again in the backward: the teacher's must be whole there."""
+    for other in "parts.sft.sft", "parts.trial.trial":
+        pytest.importorskip(other)
     float64.make(str(tmp_path), 64)
     for found in ranks.results(2, tried, str(tmp_path)):
         assert found == {"sft": (["update"], set()), "none": (["score", "update"], set()),
@@ -207,7 +209,8 @@ def test_three_kills_of_three(tmp_path):
              "--reward_coef", "0.5"]
     kills = ("saved:1:1:kill", "backward:*:3:kill", "rollout:0:4:kill")
     for name, faulty in (("whole", ""), *(("killed", kill) for kill in kills), ("killed", "")):
-        attempt = faults.Attempt(tmp_path, *flags, "--name", name, script="distill", faults=faulty)
+        attempt = faults.Attempt(tmp_path, *flags, "--name", name, faults=faulty,
+                                 script="parts/distill/distill")
         try:
             status, text = attempt.end()
         finally:

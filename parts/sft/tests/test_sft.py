@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import data
 import plan
-import sft
 from errors import SettingsError
 from examples import tiny
 from learning import begin_with
+from parts.sft import sft
 from parts.sft import targets as chats
 from ranks import script
 from settings import changed
@@ -216,9 +216,9 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = tiny.ensure(str(ROOT / "runs"))
-    done = script(ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+    done = script(sft.__file__, "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-        --eval_every 1 --save_every 1""".split(), "--no-report", *flags, cwd=tmp_path)
+        --eval_every 1 --save_every 1""".split(), *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
         script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]

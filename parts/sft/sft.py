@@ -1,7 +1,7 @@
 """sft.py: supervised training on chats: what the assistant says becomes more likely.
 
-    python sft.py --data chats.jsonl                    one rank, the tiny model that tiny.py makes
-    torchrun --nproc_per_node 4 sft.py --data ...       four ranks; any number makes the same update
+    python parts/sft/sft.py --data chats.jsonl               one rank, the model that tiny.py makes
+    torchrun --nproc_per_node 4 parts/sft/sft.py --data ...  four ranks: the same update
 
 It is grpo.py without the rollout and the reward. The completions are in the data, and the loss is
 -log π of each token that the assistant says. Nothing is sampled, so there is no engine. With
@@ -10,14 +10,17 @@ It is grpo.py without the rollout and the reward. The completions are in the dat
 Read `train`, then `learn`. Which tokens the assistant says: parts/sft/targets.py. The trainer's
 memory: ModelArgs in model.py.
 """
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import exp
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the core, for `torchrun parts/sft/sft.py`
 import dist
 import losses
 from batch import Batch, Sample
@@ -38,7 +41,7 @@ class Args(CommonArgs):
     reward: tuple[str, ...] = ()
     group: int = 1
 
-    script: ClassVar[str] = "sft.py"
+    script: ClassVar[str] = "parts/sft/sft.py"
     needs_rollouts: ClassVar[bool] = False
     needs_reward: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False

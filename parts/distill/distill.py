@@ -1,18 +1,21 @@
 """distill.py: on-policy distillation: the student samples, a teacher scores every token.
 
-    torchrun --nproc_per_node 4 distill.py --teacher FOLDER    any number of ranks: the same update
+    torchrun --nproc_per_node 4 parts/distill/distill.py --teacher FOLDER
 
 It is grpo.py with another advantage: A_t = log π_T(t) - log π_old(t). The teacher is loaded like
 grpo.py's reference. --divergence compares whole distributions instead. With --teacher_prompt the
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
 as in grpo.py. What is minimized: docs/use/recipes.md.
 """
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the core, for `torchrun parts/distill/…`
 import dist
 import losses
 from batch import Batch, Micro, Sample
@@ -48,7 +51,7 @@ class Args(ClipArgs, CommonArgs):
     reward_coef: float = 0.0
     """Weight of the reward's advantage, R - mean of its group. 0: rewards are only measured."""
     reward: tuple[str, ...] = ()
-    script: ClassVar[str] = "distill.py"
+    script: ClassVar[str] = "parts/distill/distill.py"
     needs_reward: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True  # the teacher
