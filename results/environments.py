@@ -110,7 +110,7 @@ def run(name: str, script: str, flags: list[str]) -> Path:
 def learn(key: str, seed: int, kept: dict, steps: int) -> None:
     """The runs of one game and seed. The base is the same for all seeds."""
     game, data = GAMES[key], Path("runs", f"env-{key}")
-    base = run(f"env-{key}-base", "sft", [
+    base = run(f"env-{key}-base", "parts/sft/sft", [
         "--data", f"{data}/chats.jsonl", *game.taught.split(), "--lr", "1e-3",
         "--warmup_steps", "5", "--save_every", "0", *game.flags.split()])
     kinds = {"learned": ["environment"]} | ({"control": CONTROL} if seed == 0 else {})

@@ -44,6 +44,7 @@ ROADS = {  # name: (script, steps, its model, its teacher, its flags)
     "sft-grpo": ("grpo", 30, "sft", None, "--batch 4 --group 8 --lr 2e-5 --eval_every 10"),
     "distill": ("distill", 15, "base", "sft-grpo",
                 "--batch 4 --group 8 --lr 5e-5 --divergence reverse_kl --eval_every 5")}
+SCRIPTS = {name: f"parts/{name}/{name}.py" for name in ("sft", "distill")}
 BEFORE = {"grpo": [], "sft": [], "sft-long": [], "sft-grpo": ["sft"],
           "distill": ["sft", "sft-grpo"]}
 COMMON = ("--reward exact --max_prompt_tokens 64 --max_tokens 12 --update_tokens 1024 "
@@ -85,7 +86,7 @@ def run(road: str, seed: int, args) -> dict:
     script, steps, start, teacher, flags = ROADS[road]
     steps, name = args.steps or steps, name_of(road, seed, args.tag)
     model = args.model if start == "base" else f"runs/{name_of(start, seed, args.tag)}/model"
-    command = [sys.executable, f"{script}.py", "--model", model,
+    command = [sys.executable, SCRIPTS.get(script, f"{script}.py"), "--model", model,
                "--data", "runs/roads/train.jsonl", "--eval_data", "runs/roads/test.jsonl",
                "--steps", str(steps), "--seed", str(seed), "--name", name, *COMMON, *flags.split()]
     if teacher:

@@ -75,7 +75,7 @@ class Gone:
 
 
 def module(name: str) -> ModuleType | Gone:
-    """module("parts.lora.lora"), module("sft")."""
+    """module("parts.lora.lora")."""
     there = (ROOT / f"{name.replace('.', '/')}.py").exists()
     return importlib.import_module(name) if there else Gone(name)
 
@@ -87,7 +87,8 @@ def adapters(args):
 
 
 QUIET = ("--no-report",) if has("report") else ()
-SCRIPTS = {name: module(name) for name in ("grpo", "ppo", "sft", "distill") if module(name)}
+WHERE = {"grpo": "grpo", "ppo": "ppo", "sft": "parts.sft.sft", "distill": "parts.distill.distill"}
+SCRIPTS = {name: module(where) for name, where in WHERE.items() if module(where)}
 
 
 def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **args) -> Path:

@@ -168,6 +168,7 @@ def test_every_command_of_the_first_pages_can_run():
     task here: what needs the network or a GPU says so on its page."""
     script = (ROOT / "run.sh").read_text()
     jobs = re.findall(r"^  ([a-z]+)[ |:*a-z]*\)", script, re.M) + ["help", ""]
+    jobs += [path.stem for path in ROOT.glob("parts/*/jobs/*.sh")]
     seen = 0
     for page in ("README.md", *(f"docs/use/{name}.md" for name in (
             "start", "recipes", "troubleshooting")), *PARTS):
@@ -178,17 +179,17 @@ def test_every_command_of_the_first_pages_can_run():
             if words[0] == "./run.sh":
                 job = flags.pop(0) if flags and not flags[0].startswith("-") else ""
                 assert job in jobs, command
-                program = {"": "grpo.py", "sft": "sft.py", "ppo": "ppo.py"}.get(job, "")
+                program = {"": "grpo.py", "sft": "parts/sft/sft.py", "ppo": "ppo.py"}.get(job, "")
             if any(text in command for text in REFUSED):
                 continue
-            if program.removesuffix(".py") not in SCRIPTS:
+            if Path(program).stem not in SCRIPTS:
                 assert not program or (ROOT / program).is_file(), command
                 assert program or command.startswith(("./run.sh", *ELSEWHERE)), command
                 continue
             flags = [RUN.get(word, word) for word in flags if word != "…"]
             flags = ["tiny" if "/" in word and ":" in word or word.startswith("Qwen/") else word
                      for word in flags]
-            args = tyro.cli(SCRIPTS[program[:-3]].Args, args=flags, use_underscores=True,
+            args = tyro.cli(SCRIPTS[Path(program).stem].Args, args=flags, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
             args.lr = args.lr or 1e-6
             assert not plan.problems(args, 4, 7473), command

@@ -23,7 +23,7 @@ from house import module
 from settings import changed
 from templates import CHAT, ROLE, SAID, template, tokenizer_of
 
-sft = module("sft")
+sft = module("parts.sft.sft")
 teacher = module("parts.distill.teacher")
 targets = module("parts.sft.targets")
 turns = module("parts.turns.turns")

@@ -8,7 +8,7 @@ from tracked import ROOT, tracked
 
 ORDER = """errors settings part verifiers worker dist losses rewards texts messages data batch
            family model_files model rollout plan inputs log checkpoint evaluate flags
-           same_policy run grpo ppo sft distill""".split()  # the lowest first
+           same_policy run grpo ppo""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
          for path in tracked() if path.suffix == ".py"}
@@ -40,8 +40,7 @@ def test_part_py_alone_knows_of_parts_and_a_part_of_no_other():
     for name, path in FILES.items():
         own, code = parts_of([name]), imported(path)
         if "." not in name:
-            own = {name} & {"sft", "distill"}  # the scripts of these parts
-            assert parts_of(code) <= own and "parts" not in code, name
+            assert not parts_of(code) and "parts" not in code, name
         elif own and ".tests." not in name:
             assert parts_of(code) <= own and "parts" not in code, name
 
@@ -51,7 +50,7 @@ def test_the_house_is_drawn_in_the_words_with_which_its_files_begin():
     drawn = re.findall(r"^(\w+)\.py +(.+)", page.split("```")[1], re.M)
     names = [name for name, _ in drawn]
     assert names == [name for name in ORDER if name in names] + ["nano"]
-    assert {*names} == {path.stem for path in ROOT.glob("*.py")} - {"sft", "distill"}
+    assert {*names} == {path.stem for path in ROOT.glob("*.py")}
     assert not [name for name, words in drawn
                 if not (ROOT / f"{name}.py").read_text().startswith(f'"""{name}.py: {words}')]
 

@@ -109,6 +109,9 @@ def copied(folder: Path, **programs: str) -> dict:
     environment."""
     for name in "run.sh", "requirements.txt":
         shutil.copy(ROOT / name, folder)
+    for job in ROOT.glob("parts/*/jobs/*.sh"):
+        (folder / job.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(job, folder / job.relative_to(ROOT))
     (folder / "stub").mkdir()
     for name, text in (programs | {"nvidia-smi": "#!/bin/sh\nexit 1\n"}).items():
         (folder / "stub" / name).write_text(text)

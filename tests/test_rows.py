@@ -22,7 +22,7 @@ from settings import changed
 from texts import Marks, marks_of
 from worker import Part
 
-sft = module("sft")
+sft = module("parts.sft.sft")
 teacher = module("parts.distill.teacher")
 pictured = module("parts.pictures.rows")
 targets = module("parts.sft.targets")

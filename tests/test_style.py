@@ -16,7 +16,7 @@ LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
 LARGEST = 600  # lines of a file
 CORE = 52_000  # tokens of code of the core: prose does not count, so nobody has to squeeze it
-APART = ("nano.py", "sft.py", "distill.py",  # scripts that stand beside the components
+APART = ("nano.py",
          "parts/report/",  # it was a tool
          "parts/conftest.py")
 AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants",

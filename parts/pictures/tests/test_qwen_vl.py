@@ -241,13 +241,13 @@ def test_easyr1s_job_runs_on_rows_of_its_layout(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [
-    "ppo.py --train_vision", "ppo.py", "grpo.py --lora_rank 4 --lora_sync adapter", "sft.py",
-    "sft.py --train_vision", "grpo.py --temperature 0.7"])
+    "ppo.py --train_vision", "ppo.py", "grpo.py --lora_rank 4 --lora_sync adapter", "parts/sft/sft.py",
+    "parts/sft/sft.py --train_vision", "grpo.py --temperature 0.7"])
 def test_scripts_train_on_pictures(folder, words):
     script, *flags = words.split()
     rows = [{"prompt": "q", "image": f"{'abcd'[i % 4]}.png", "answer": str(i)} for i in range(8)]
     (folder / "shown.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reward = [] if script == "sft.py" else ["--reward", "exact", "--group", "2"]
+    reward = [] if script.endswith("sft.py") else ["--reward", "exact", "--group", "2"]
     found = run_script(
         folder, str(ROOT / script), *flags, *reward, "--model", str(folder / "split"), "--data",
         "shown.jsonl", "--batch", "4", "--steps", "2", "--max_tokens", "12", "--lr", "1e-3")

@@ -42,7 +42,7 @@ from settings import changed
 from shapes import shape_of
 from tools import float64
 
-distill = module("distill")
+distill = module("parts.distill.distill")
 lora = module("parts.lora.lora")
 targets = module("parts.sft.targets")
 
