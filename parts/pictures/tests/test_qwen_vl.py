@@ -241,8 +241,8 @@ def test_easyr1s_job_runs_on_rows_of_its_layout(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [
-    "ppo.py --train_vision", "ppo.py", "grpo.py --lora_rank 4 --lora_sync adapter", "parts/sft/sft.py",
-    "parts/sft/sft.py --train_vision", "grpo.py --temperature 0.7"])
+    "ppo.py --train_vision", "ppo.py", "grpo.py --lora_rank 4 --lora_sync adapter",
+    "parts/sft/sft.py", "parts/sft/sft.py --train_vision", "grpo.py --temperature 0.7"])
 def test_scripts_train_on_pictures(folder, words):
     script, *flags = words.split()
     rows = [{"prompt": "q", "image": f"{'abcd'[i % 4]}.png", "answer": str(i)} for i in range(8)]
