@@ -77,13 +77,12 @@ def test_a_rate_that_is_not_given_depends_on_the_models_size_and_not_on_its_name
     found = inputs.read_files(args("--model", "mine"), 1).plan
     assert found.args.lr == 3e-4 and "mine, --lr 0.0003, reward: exact" in found.text()
     for size, rates in (370_000, small), (135_000_000, large):
-        for more, times in ({}, 1), *([({"lora_rank": 8}, 10)] if has("lora") else []):
-            chosen = changed(SCRIPTS[script].Args(), **more)
-            chosen.choose_rates(size)
-            critic = [chosen.critic_args.critic_lr] if chosen.critic_args else []
-            assert [chosen.lr, *critic] == [times * rate for rate in rates]
-            chosen.choose_rates(1)  # what is given stays
-            assert chosen.lr == times * rates[0]
+        chosen = SCRIPTS[script].Args()
+        chosen.choose_rates(size)
+        critic = [chosen.critic_args.critic_lr] if chosen.critic_args else []
+        assert [chosen.lr, *critic] == [*rates]
+        chosen.choose_rates(1)  # what is given stays
+        assert chosen.lr == rates[0]
 
 
 # ---- commands

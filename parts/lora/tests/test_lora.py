@@ -13,11 +13,12 @@ import families
 import grpo
 import model
 import plan
+import ppo
 from errors import SettingsError
 from examples import tiny
 from families import ROOT
 from model_files import shape_from
-from parts.lora import lora
+from parts.lora import lora, plug
 from ranks import results, script
 from settings import changed
 from shapes import shape_of
@@ -110,6 +111,19 @@ def test_adapters_start_alike_on_any_layout(tmp_path):
             assert 0.9 * bound < abs(value).max() <= bound and abs(value.mean()) < bound / 4
             draws.append(value[0, :8].tolist())
     assert len(draws) == 14 and len({*map(str, draws)}) == 14       # each has its own numbers
+
+
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_rates_that_are_not_given_are_ten_times_those_of_full_training(script):
+    full, adapters = script.Args(), changed(script.Args(), lora_rank=8)
+    files = SimpleNamespace(shape=SimpleNamespace(params=135_000_000))
+    full.choose_rates(files.shape.params)
+    plug.check(adapters, files, [])
+    assert adapters.lr == 10 * full.lr
+    if full.critic_args:
+        assert adapters.critic_args.critic_lr == 10 * full.critic_args.critic_lr
+    plug.check(given := changed(script.Args(), lora_rank=8, lr=0.5), files, [])
+    assert given.lr == 0.5
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
