@@ -8,15 +8,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import tyro
 
+import checkpoint
+import fakes
 import grpo
+import log
 import plan
 import test_layouts
 from batch import Completion
 from data import Row, Stream
-from parts.carry.carry import Carry, CarryArgs
+from errors import SettingsError
+from parts.carry.carry import Carried, Carry, CarryArgs
 from rollout import Request, hash_seed
+from settings import changed
 
 END = 99
 
@@ -254,3 +260,27 @@ def test_it_runs_with(tmp_path, script, flags):
     _, rows = played(tmp_path / "run", *flags.split(), script=script, ranks_each=2)
     assert max(row["carry/token_age_max"] for row in rows) > 0
     assert any(row["grad/norm"] > 0 for row in rows)
+
+
+def test_the_step_that_sampled_a_token_is_a_whole_number():
+    it = fakes.sample(1.0, text="ab", advantages=torch.full((3,), -1 / 3))
+    it.completion = Carried(**vars(it.completion), steps=np.array([4, 4, 5], np.int32))
+    row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
+    assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
+    assert row["advantages"] == [-0.3333333] * 3
+
+
+@pytest.mark.parametrize("was, now, refused", [
+    (dict(carry=0, max_tokens=9), dict(carry=1, max_tokens=9), "carry was 0 and is now 1"),
+    (dict(carry=1, max_tokens=9), dict(carry=0, max_tokens=9), "carry was 1 and is now 0"),
+    (dict(carry=1, max_tokens=9), dict(carry=1, max_tokens=5), "max_tokens was 9 and is now 5"),
+    (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
+def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
+    saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
+    fixed = checkpoint.fixed(changed(grpo.Args(), **now))
+    if refused:
+        with pytest.raises(SettingsError, match=refused):
+            checkpoint.check(saved, now, fixed=fixed)
+    else:
+        assert checkpoint.check(saved, now, fixed=fixed).changed == [
+            "resumed with max_tokens 5 (was 9) from step 3 on"]

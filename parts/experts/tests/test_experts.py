@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import fakes
 import families
 import grpo
 import learning
 import model
+import part
 import plan
 import reference
 import rollout
@@ -194,3 +196,10 @@ def test_the_plan_counts_all_parameters_and_those_of_a_token():
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     assert shape.params == 30_532_122_624
     assert shape.params - shape.layers * shape.idle == 3_353_032_704
+
+
+def test_a_rank_has_whole_experts():
+    args, shape = fakes.args(), shape_of("Qwen3-30B-A3B")
+    kind = part.extended("memory", plan.Memory, args, shape)
+    found = kind(plan.Plan(args, 3, 64, 0), shape, 80 * plan.GIB)
+    assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,18 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config
 
+import checkpoint
 import data
 import families
 import grpo
 import inputs
 import model
 import plan
+import test_resume
 import texts
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
-from house import module
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.pictures import kinds
@@ -41,10 +43,6 @@ from rewards import Score
 from settings import changed
 from shapes import shape_of
 from tools import float64
-
-distill = module("parts.distill.distill")
-lora = module("parts.lora.lora")
-targets = module("parts.sft.targets")
 
 GROUP, COMPLETION = 3, 10
 
@@ -556,3 +554,20 @@ def test_a_processor_with_another_chat_template_than_the_tokenizer_is_refused(fo
     (split / "chat_template.json").write_text(json.dumps({"chat_template": "Other" + text}))
     with pytest.raises(SettingsError, match="no chat_template.json"):
         kinds.check_template("x", files)
+
+
+# ---- a resume
+
+def test_rows_of_other_pictures_are_other_rows(tmp_path):
+    test_resume.another_row(tmp_path, kind=pictured.PicturedRow,
+                            pictures=SimpleNamespace(sources=(b"other",)))
+
+
+def test_another_picture_under_the_same_name_is_another_row(tmp_path):
+    path, found = tmp_path / "a.png", []
+    for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
+        path.write_bytes(content)
+        rows = test_resume.rows(pictured.PicturedRow,
+                                pictures=SimpleNamespace(sources=(str(path),)))
+        found += checkpoint.row_digests(rows)[1][1:]
+    assert len(set(found)) == len(found) == 4

@@ -17,6 +17,9 @@ import families
 import log
 import ranks
 import rollout
+import test_prove
+import test_resume
+import test_rewards
 from batch import Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
@@ -29,6 +32,7 @@ from texts import reader
 from tracked import ROOT
 from worker import Part
 
+CREDIT = "parts/turns/turn_credit.py:turn_credit"
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}
 TOKENIZER = tiny.make_tokenizer()
 
@@ -331,3 +335,39 @@ def test_the_game_is_learned():
     done = subprocess.run(["./run.sh", "game", "--no-export"], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- with the core's own tests
+
+with_date, own = test_resume.with_date, test_rewards.own
+
+
+def test_what_stands_between_two_turns_has_the_date_of_the_run(with_date):
+    found = test_resume.dated_files(fakes.args(
+        model=with_date, max_tokens=9, max_prompt_tokens=64, eval_data="tiny@test",
+        reply=str(ROOT / "examples/again.py:reply")))
+    there = turns.Bridge(found.tokenizer, found.ends, found.shape.vocab, None)
+    assert there.render([], True).startswith(test_resume.DATE)
+
+
+@pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
+def test_a_mistake_names_its_own_flag(own, spec):
+    own(test_rewards.F + "return 1")
+    with pytest.raises(SettingsError) as error:
+        turns.ReplyPool.parse(None, [spec])
+    assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
+
+
+def test_a_reply_is_put_behind_the_system_message_of_the_run(monkeypatch):
+    made = []
+    monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
+        wait=lambda: None, close=lambda: None, needs=[], methods=[]))
+    monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
+        ids=lambda last, messages: []))
+    turns.check(fakes.args(system="S", reply="r.py:f"), "tokenizer", [4], 9, [])
+    assert made == [("tokenizer", [4], 9, "S")]
+
+
+def test_turn_credit_keeps_the_promises():
+    test_prove.keeps("1", f"--advantage {CREDIT} --reward turns --group 4 "
+                          "--reply examples/doors.py:Doors")

@@ -1,0 +1,32 @@
+"""sft.py as the core's tests try each script: its plan, its flags, its rows, a resume, its loop."""
+import checkpoint
+import test_plan
+import test_resume
+from fakes import SCRIPTS
+from parts.sft import sft
+from parts.sft.targets import LearnedRow
+
+# ---- the plan
+
+
+def test_a_plan_of_an_evaluation_trains_nothing(capsys):
+    test_plan.trains_nothing(sft, capsys)
+
+
+def test_held_out_rows_do_not_depend_on_the_seed():
+    test_plan.held_out_rows_stay(sft)
+
+
+# ---- a resume
+
+def test_what_is_fixed_is_a_flag_or_a_fact():
+    flags = test_resume.flags_of(sft.Args).keys() | test_resume.flags_of(SCRIPTS["grpo"].Args)
+    assert checkpoint.fixed(sft.Args()) - flags == test_resume.FACTS
+
+
+def test_another_value_of_a_flag_is_refused_or_said(tmp_path):
+    test_resume.other_values(sft, tmp_path)
+
+
+def test_a_row_with_another_target_is_another_row(tmp_path):
+    test_resume.another_row(tmp_path, kind=LearnedRow, target=([4], [True]))
