@@ -313,12 +313,15 @@ class Memory:
         critic, update = phase.name.startswith("critic"), phase.name.endswith("update")
         if phase.name == "score" and shape.reference and shape.reference.params > shape.params:
             shape = shape.reference  # it scores too
-        layers = self.gathered(shape, critic, update) + tokens * self.of_token(shape, phase, update)
-        if critic:  # its head has one column
-            return layers, 0.0
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
         copies = UPDATE_HEAD if update else SCORE_HEAD
-        return layers, copies * 4 * min(tokens, chunk) * shape.vocab
+        logits = copies * 4 * min(tokens, chunk) * shape.vocab
+        if critic:  # its head has one column
+            logits = 0.0
+        work = tokens * self.of_token(shape, phase, update)
+        if not update:  # it never holds a layer's work and logits at once, but the sum adds both
+            work = max(work - logits, tokens * 8 * self.c * shape.hidden)
+        return self.gathered(shape, critic, update) + work, logits
 
     def gathered(self, shape: Shape, critic: bool, update: bool) -> float:
         """Returns the bytes of the weights that FSDP holds whole: the root, its own shard cast to

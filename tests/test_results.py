@@ -231,7 +231,10 @@ def test_the_table_is_what_the_files_say():
 
 def test_the_example_is_seed_0_of_its_job():
     run, job = plot.run_of(table.HERE / "sort-grpo"), table.HERE / "sort-grpo.json"
-    assert run.metrics == plot.runs_of_job(job)[0].metrics and run.args["seed"] == 0
+    kept = plot.runs_of_job(job)[0].metrics  # in few digits
+    for name, column in kept.items():
+        assert column == pytest.approx(run.metrics[name], rel=0.006, abs=1e-9), name
+    assert {"reward/mean", "policy/entropy"} <= kept.keys() and run.args["seed"] == 0
 
 
 def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):

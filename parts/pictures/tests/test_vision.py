@@ -32,7 +32,7 @@ from examples import squares, tiny
 from house import module
 from learning import begin_with, difference
 from model_files import family_of, shape_from
-from parts.pictures import kinds
+from parts.pictures import kinds, seeing
 from parts.pictures import rows as pictured
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
@@ -354,7 +354,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
         tower, sum(p.numel() for p in layer.parameters()))
     for trained in False, True:
         args = changed(grpo.Args(), train_vision=trained)
-        parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
+        parts = seeing.SeeingMemory(plan.Plan(args, 1, 8, 0), shape, None).parts
         moments.append(parts["moments"][1])
         assert parts["weights"][1] == 4 * shape.params
     assert moments[1] - moments[0] == 8 * tower
