@@ -69,8 +69,8 @@ class Family:
         that tensor of the file).
 
         `tensor` holds the rows of the parameter from its row `first` on: a rank has only some of
-        the rows. Here the files have each parameter as it is. A mixture of experts splits one into
-        many.
+        the rows. Here the files have each parameter as it is. A part's family may split one, or
+        rename it.
         """
         yield name, tensor, first
 

@@ -387,7 +387,7 @@ class Policy(Trained):
 
     def reference(self, load):
         """Returns the policy that training started from, for a KL term. `load` is a function that
-        builds it from its files. (With LoRA it is this policy without its adapters.)"""
+        builds it from its files; a part may need no second copy and not call it."""
         return load()
 
     def stored(self, dtype=None):

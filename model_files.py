@@ -172,9 +172,12 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """Compares lm, not sharded, with the headers of its files → {name of `tensors`: its name in the
-    files}. Values are read only of a tied head that was saved. SettingsError: a tensor is missing,
-    double, of another shape, or not one that the model takes."""
+    """Compares a model with the headers of its files → {name of `tensors`: its name in the files}.
+
+    lm: a model that is not sharded. Values are read only of a tied head that was saved all the
+    same. SettingsError: the files lack a tensor, have one twice or in another shape, or have one
+    that the model does not take.
+    """
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
@@ -214,9 +217,9 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 
 def load(lm, names: dict[str, str], folder: str):
-    """Fills a sharded model in place from the files, and converts to its dtypes. `names` is what
-    `names_in_files` returned. Each rank reads its own rows alone. A critic has no language-model
-    head, so it skips that tensor."""
+    """Fills a sharded model in place from the files, and converts to its dtypes. Each rank reads
+    its own rows alone. names: what `names_in_files` returned. A parameter that is not in it is in
+    no file, and stays as it is."""
     wanted = {names[name]: (first, rows) for name, rows, first in tensors(lm) if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:

@@ -261,8 +261,8 @@ class Engine:
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
     def prompts(self, requests: list[Request]) -> list[dict]:
-        """Returns the prompts of the requests in the form that vLLM's generate takes. A part
-        overrides this for prompts with pictures."""
+        """Returns the prompts of the requests in the form that vLLM's generate takes. A part may
+        add to them."""
         return [{"prompt_token_ids": request.prompt_ids} for request in requests]
 
     def completion(self, output) -> Completion:
