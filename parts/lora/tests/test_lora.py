@@ -23,6 +23,7 @@ from ranks import results, script
 from settings import changed
 from shapes import shape_of
 from test_gpu import made_engine
+from test_memory import QWEN_7B, planned
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
@@ -222,3 +223,10 @@ def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch):
         monkeypatch, lora.TakingEngine, "cuda", max_num_seqs=64, lora_rank=4)
     assert options["max_num_seqs"] == 64 and options["enable_prefix_caching"]
     assert engine.sleep_level == 1 and options["enable_sleep_mode"]
+
+
+def test_adapters_make_the_moments_smaller():
+    flags = dict(batch=8, max_tokens=4096)
+    before, after = (planned(grpo, 4, QWEN_7B, 80, **flags, **more)
+                     for more in ({}, dict(lora_rank=8)))
+    assert sum(after.parts["moments"]) < sum(before.parts["moments"])
