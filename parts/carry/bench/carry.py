@@ -1,7 +1,7 @@
 """What --carry saves: the engine's decode steps of a trained step.
 
     python parts/carry/bench/carry.py               lengths that are drawn
-    python parts/carry/bench/carry.py --steps 20    quicker, and less exact: the table of parts/carry/RESULTS.md
+    python parts/carry/bench/carry.py --steps 20    quicker: the table of RESULTS.md
     python parts/carry/bench/carry.py --train       grpo.py on knights and knaves, five seeds
 
 The first plays the shipped parts/carry/carry.py with an engine that samples nothing. In a decode
