@@ -178,7 +178,8 @@ def test_a_file_says_what_has_one_number(tmp_path):
     turns, each = [0, 0, 1, 0, 0, 1, 1, 2, 0, 0, 0], [1, 1, 1, 2, 3, 3, 3, 3, 4, 4, 4]
     for per, result, expected in (
             ("token", "turn_rewards + turn", [0, 0.25, 0.5, 0, 0.5, 1, 2, 3.5, 0, 0, 0]),
-            ("token", "turn", turns), ("completion", "rewards", each)):
+            ("token", "turn", turns), ("token", "turn.numpy()", turns),
+            ("completion", "rewards", each)):
         A = advantages(tmp_path, per, result, batch)
         assert A.dtype == F64 and A.tolist() == expected
     assert not advantages(tmp_path, "token", "turn_rewards", batch, ("exact",)).any()
@@ -190,7 +191,6 @@ def test_a_file_says_what_has_one_number(tmp_path):
 
 @pytest.mark.parametrize("per, result, words", [
     ("token", "rewards", "must return a tensor of 11 finite numbers: its PER is token."),
-    ("token", "turn.numpy()", "must return a tensor of 11 finite numbers: its PER is token."),
     ("completion", "turn.double()",
      "must return a tensor of 4 finite numbers: its PER is completion."),
     ("token", "turn.double()[:, None]", "must return a tensor of 11 finite numbers"),
