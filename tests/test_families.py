@@ -1,7 +1,6 @@
 """Every family is right, and every other kind of model is refused before weights load."""
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import model
 from batch import pack
 from errors import SettingsError
 from examples import tiny
-from house import SCRIPTS, kept, module, needs
+from house import kept
 from ranks import results
 from settings import changed
 
@@ -148,16 +147,3 @@ def test_other_models_are_refused_in_one_sentence(tmp_path, kind, options, words
     tiny.make_tokenizer().save_pretrained(tmp_path)
     for sentence in refused(tmp_path):
         assert re.search(words, sentence), sentence
-
-
-@needs("states", "sft")
-def test_a_model_with_a_state_is_refused_where_a_run_on_a_cpu_has_an_engine():
-    config = AutoConfig.for_model("qwen3_5_text", vocab_size=320)
-    args = changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64)
-    words = "on a CPU vLLM computes a qwen3_5_text .* Would work: a GPU, or sft.py"
-    files = SimpleNamespace(lm=SimpleNamespace(config=config))
-    check = module("parts.states.plug").check
-    with pytest.raises(SettingsError, match=words):
-        check(args, files, [])
-    args = changed(SCRIPTS["sft"].Args(), max_tokens=64, max_prompt_tokens=64)
-    assert check(args, files, []) is None

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -16,7 +15,6 @@ from safetensors import SafetensorError
 import log
 from errors import SettingsError
 from fakes import World, sample
-from house import module, needs
 
 WORLD = World()
 
@@ -166,16 +164,6 @@ def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_pat
         "turns": [{"role": "assistant", "content": "b\n"}], "answer": "a", "reward": 0.5,
         "rewards": {"exact": 0.5}, "advantage": -0.25, "tokens": 3, "truncated": False}
     assert "[unscored] p7 -> é" in capsys.readouterr().out
-
-
-@needs("carry", "report")
-def test_the_step_that_sampled_a_token_is_a_whole_number():
-    it = sample(1.0, text="ab", advantages=torch.full((3,), -1 / 3))
-    it.completion = module("parts.carry.carry").Carried(
-        **vars(it.completion), steps=np.array([4, 4, 5], np.int32))
-    row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
-    assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
-    assert row["advantages"] == [-0.3333333] * 3
 
 
 @pytest.mark.parametrize("steps, skipped, bad, norm, told", [

@@ -29,7 +29,6 @@ import texts
 from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
-from house import module, needs
 from rewards import Item, Pool, Score, scores_of
 from verifiers import answers_of
 from worker import Part, Reward
@@ -115,15 +114,6 @@ def test_the_words_of_a_reward(own):
         with pytest.raises(SettingsError, match="finite number") as error:
             rewards.parse([f"exact:{number}"])
         assert "no such reward" not in str(error.value)
-
-
-@needs("turns")
-@pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
-def test_a_mistake_names_its_own_flag(own, spec):
-    own(F + "return 1")
-    with pytest.raises(SettingsError) as error:
-        module("parts.turns.turns").ReplyPool.parse(None, [spec])
-    assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
 
 
 def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):

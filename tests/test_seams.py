@@ -11,7 +11,6 @@ import errors
 import fakes
 import family
 import model
-import part
 import plan
 import rewards
 import rollout
@@ -20,11 +19,8 @@ import same_policy
 from batch import Batch
 from data import Prompt
 from fakes import args, completion, engine_of, rows, run_of
-from house import module, needs
-from plan import Plan
 from rewards import Answer
 from rollout import Request, hash_seed
-from shapes import shape_of
 from worker import Part
 
 # ---- rollout.py
@@ -122,12 +118,10 @@ def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path,
     assert {"max_model_len": 50, "kv_cache_memory_bytes": 5}.items() <= llm.options.items()
 
 
-@pytest.mark.parametrize("teacher, source", [(None, "start"), ("x", "teacher")])
-def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeypatch, teacher,
-                                                               source):
+def models_loaded(tmp_path, monkeypatch, given, reference: str | None) -> list[tuple]:
+    """(class, folder, seed, whether it is trained) of each model that a run with these flags
+    builds. reference: the folder of the reference model, where it is another."""
     loaded = []
-    given = args("distill", seed=3, teacher="x") if teacher else args(
-        "ppo", seed=3, kl_reward_coef=0.1, critic_lr=1e-3)
     monkeypatch.setattr(run, "config_of", lambda folder: SimpleNamespace(model_type="llama"))
     monkeypatch.setattr(model, "build", lambda kind, folder, world, args, trained: (
         loaded.append((kind, folder, args.seed, trained))))
@@ -135,11 +129,16 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
         reference=lambda load: load()))
     monkeypatch.setattr(model, "Critic", lambda *given: None)
     it = run_of(tmp_path, given)
-    it.inputs.reference = teacher and "teacher"
+    it.inputs.reference = reference
     run.build_models(given, it.world, it.inputs)
-    critic = [] if teacher else [(model.ValueModel, "start", 3, True)]
-    assert loaded == [(model.LogprobModel, "start", 3, True), *critic,
-                      (model.LogprobModel, source, 3, False)]
+    return loaded
+
+
+def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeypatch):
+    given = args("ppo", seed=3, kl_reward_coef=0.1, critic_lr=1e-3)
+    assert models_loaded(tmp_path, monkeypatch, given, None) == [
+        (model.LogprobModel, "start", 3, True), (model.ValueModel, "start", 3, True),
+        (model.LogprobModel, "start", 3, False)]
 
 
 def test_a_resumed_run_is_restored_before_its_policies_are_compared(tmp_path, monkeypatch):
@@ -205,7 +204,7 @@ def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
     assert "more than 0.15: 2 roundings" in compared({pair: 0.2}, rounding=3.0)
 
 
-# ---- plan.py, turns.py, model.py
+# ---- plan.py, model.py
 
 @pytest.mark.parametrize("flags, old, reference", [
     ({}, False, False), (dict(kl_loss_coef=0.1), False, True), (dict(epochs=2), True, False),
@@ -228,24 +227,6 @@ def test_what_offload_names_moves():
         assert moved == [torch.device("meta")] * count
         there = it.optimizer.state[p]["exp_avg_sq"].device.type
         assert there == ("meta" if "optimizer" in names else "cpu")
-
-
-@needs("experts")
-def test_a_rank_has_whole_experts():
-    shape = shape_of("Qwen3-30B-A3B")
-    kind = part.extended("memory", plan.Memory, args(), shape)
-    found = kind(Plan(args(), 3, 64, 0), shape, 80 * plan.GIB)
-    assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)
-
-
-def test_a_reply_is_put_behind_the_system_message_of_the_run(monkeypatch):
-    made, turns = [], module("parts.turns.turns")
-    monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
-        wait=lambda: None, close=lambda: None, needs=[], methods=[]))
-    monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
-        ids=lambda last, messages: []))
-    turns.check(args(system="S", reply="r.py:f"), "tokenizer", [4], 9, [])
-    assert made == [("tokenizer", [4], 9, "S")]
 
 
 @pytest.mark.parametrize("wanted", [True, False])

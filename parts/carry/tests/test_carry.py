@@ -8,14 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import tyro
 
+import fakes
 import grpo
+import log
 import plan
 import test_layouts
 from batch import Completion
 from data import Row, Stream
-from parts.carry.carry import Carry, CarryArgs
+from parts.carry.carry import Carried, Carry, CarryArgs
 from rollout import Request, hash_seed
 
 END = 99
@@ -179,6 +182,15 @@ def test_what_is_in_flight_comes_back_from_a_checkpoint():
             for name in "ids", "logprobs", "steps":
                 x, y = getattr(a.completion, name), getattr(b.completion, name)
                 assert x.dtype == y.dtype and np.array_equal(x, y)
+
+
+def test_the_step_that_sampled_a_token_is_a_whole_number():
+    """In samples/."""
+    it = fakes.sample(1.0, text="ab", advantages=torch.full((3,), -1 / 3))
+    it.completion = Carried(**vars(it.completion), steps=np.array([4, 4, 5], np.int32))
+    row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
+    assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
+    assert row["advantages"] == [-0.3333333] * 3
 
 
 # ---- before a run, and before its first update

@@ -194,3 +194,10 @@ def test_the_plan_counts_all_parameters_and_those_of_a_token():
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     assert shape.params == 30_532_122_624
     assert shape.params - shape.layers * shape.idle == 3_353_032_704
+
+
+def test_a_rank_has_whole_experts():
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    made = plan.Plan(changed(grpo.Args(), lr=1e-3), 3, 64, 0)
+    found = experts.MixtureMemory(made, shape, 80 * plan.GIB)
+    assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)

@@ -331,3 +331,22 @@ def test_the_game_is_learned():
     done = subprocess.run(["./run.sh", "game", "--no-export"], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
+def test_a_mistake_names_its_own_flag(tmp_path, monkeypatch, spec):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def f(completion, answer): return 1\n")
+    with pytest.raises(SettingsError) as error:
+        turns.ReplyPool.parse(None, [spec])
+    assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
+
+
+def test_a_reply_is_put_behind_the_system_message_of_the_run(monkeypatch):
+    made = []
+    monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
+        wait=lambda: None, close=lambda: None, needs=[], methods=[]))
+    monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
+        ids=lambda last, messages: []))
+    turns.check(fakes.args(system="S", reply="r.py:f"), "tokenizer", [4], 9, [])
+    assert made == [("tokenizer", [4], 9, "S")]
