@@ -1,5 +1,6 @@
 """distill.py: what is minimized, by enumeration; a teacher's prompt; its memory; a killed run."""
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -107,8 +108,7 @@ def arguments(**flags):
 
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
-    from parts.sft import sft
-    from parts.trial import trial
+    sft, trial = map(import_module, ("parts.sft.sft", "parts.trial.trial"))
     found, shipped = {}, head.divergence
     for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
