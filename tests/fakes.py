@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 import dist
-import grpo
-import ppo
 import rollout
 import run
 from batch import Completion, Sample
 from data import Prompt, Row, Stream
+from house import SCRIPTS
 from rewards import Score
 from settings import changed
 
@@ -48,10 +47,7 @@ class Log:
         return nullcontext()
 
 
-SCRIPTS = {"grpo": grpo, "ppo": ppo}
-
-
-def args(script=grpo, **flags):
+def args(script="grpo", **flags):
     """The script's Args with these flags, wherever they live. script: a module, or its name."""
     return changed(SCRIPTS.get(script, script).Args(lr=1e-3), **flags)
 
