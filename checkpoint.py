@@ -4,8 +4,11 @@
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
         state.json                  step, position in the data, settings, digests
 
-No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
-what you wrote.
+A checkpoint is whole or absent. A resumed run makes the same updates as one that was never stopped,
+and `check` refuses settings or rows that would make it another run. No random generator is saved:
+each completion has its own seed. The number of ranks may change.
+
+torch unpickles .metadata, which can run any code, so load only what you wrote.
 """
 import hashlib
 import json
@@ -27,24 +30,23 @@ from model import Policy, Trained, compute_dtype, skeleton
 from model_files import FILES, config_of, names_in_files, weight_files
 from settings import groups, restored, values_of
 
-# A resume with another one would be another run. Any other setting is taken over and said.
-# The flags of a group may have others, by name: `fixed`.
+# Settings with which a resume would be another run. Any other setting may change: the run takes it
+# over and prints a line. The dataclasses of flags add names of their own: `fixed`.
 FIXED = frozenset("dtype group model_files precision reference_files rows script seed".split())
 
 
 class Saved(NamedTuple):
     """A checkpoint on disk."""
     path: Path
-    state: dict  # of state.json
-    changed: list[str] = []  # what the resumed run takes over
+    state: dict  # what state.json has
+    changed: list[str] = []  # sentences about what the resumed run takes over
 
 
 # ---- save ----
 
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
-    """Writes step_N, N = state["step"], and keeps the newest `keep` checkpoints. Raises NotWritten
-    if a disk fails; then the older ones stay. All ranks must call it (a collective).
-    """
+    """Writes step_N, N = state["step"], and keeps the newest `keep` checkpoints. NotWritten: a disk
+    failed; then the older ones stay. All ranks must call it (a collective)."""
     path = folder / f"step_{state['step']}"
     partial = path.with_suffix(".partial")
     if world.any_rank(path.exists()):  # SIGTERM came after the last save
@@ -55,7 +57,7 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
     try:
         with writing(partial):
             dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
-                     process_group=world.control)  # it calls fsync for each file
+                     process_group=world.control)  # this calls fsync for each file
     except CheckpointException as error:  # on all ranks, with the failures of all ranks
         rank, (cause, *_) = next(iter(error.failures.items()))
         raise not_written(f"{partial}/__{rank}_0.distcp", cause) from None
@@ -72,16 +74,16 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
 
 
 def check_shared(partial: Path, world: World):
-    """Raises NotWritten if a machine has another disk than rank 0: then the parts would lie in
-    several folders. All ranks must call it (a collective).
-    """
+    """Raises NotWritten if a machine does not see rank 0's folder: then the parts would lie in
+    several folders. All ranks must call it (a collective)."""
     if world.any_rank(not (partial / ".metadata").exists()):  # rank 0 wrote it
         raise NotWritten(f"some ranks do not see rank 0's {partial}. Would work: a folder that all "
                          f"machines share.")
 
 
 def make_room(partial: Path):
-    """Makes an empty folder, and removes what a kill left."""
+    """Makes the empty folder `partial`, and removes every unfinished checkpoint that a kill left
+    beside it."""
     with writing(partial):
         for left in partial.parent.glob("step_*.*"):
             shutil.rmtree(left)
@@ -89,9 +91,8 @@ def make_room(partial: Path):
 
 
 def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a checkpoint by name, as "policy.lm.model.norm.weight" and
-    "….exp_avg". Tied weights are there once.
-    """
+    """Returns {name: tensor} of what a checkpoint has, such as "policy.lm.model.norm.weight" and
+    the same with ".exp_avg" for a moment of AdamW. Tied weights are there once."""
     found = {}
     for who, it in trained.items():
         for name, p in it.parameters.items():
@@ -104,9 +105,11 @@ def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
 # ---- resume ----
 
 def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
-    """Returns the checkpoint that the run in `folder` goes on from. None: it begins. Raises a
-    SettingsError if the run cannot go on with these settings. All ranks must call it (a
-    collective).
+    """Returns the checkpoint from which the run in `folder` goes on, or None if it begins.
+
+    settings: those of this command, to compare. SettingsError: the run is finished and has no
+    checkpoint, it went further than --steps, or its settings or rows would make it another run. All
+    ranks must call it (a collective).
     """
     saved = find(folder / "checkpoints", world)
     if saved is None:
@@ -125,9 +128,9 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
 
 
 def consequences(args, state: dict) -> list[str]:
-    """Returns a line for each rate and weight of the steps to come that other flags than before
-    change: what it is in the next step and in the last one, and what it was in the step before.
-    """
+    """Returns a line for each learning rate and reward weight that other flags than before change
+    in the steps to come: its value in the next step and in the last one, and what it was in the
+    step before."""
     step, lines = state["step"], []
     before = restored(args, state["settings"])
     ahead = [(args.rates(s), before.rates(s)) for s in range(step, args.steps)]
@@ -144,16 +147,16 @@ def consequences(args, state: dict) -> list[str]:
 
 
 def kl_coef(args, state: dict) -> float:
-    """Returns the KL coefficient of the next step. An adapted one goes on, unless --kl_reward_coef
-    is another one.
-    """
+    """Returns the KL coefficient of the next step. One that --kl_target adapted goes on from the
+    checkpoint, unless --kl_reward_coef has another value than before."""
     flags = values_of(args)
     given, adapts = flags.get("kl_reward_coef", 0.0), flags.get("kl_target")
     return state["kl_coef"] if adapts and given == state["settings"]["kl_reward_coef"] else given
 
 
 def find(folder: Path, world: World) -> Saved | None:
-    """Returns the newest checkpoint of a folder, or None. All ranks must call it (a collective)."""
+    """Returns the newest checkpoint in a folder, as rank 0 sees it, or None. All ranks must call it
+    (a collective)."""
     numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them
     if not numbers:
         return None
@@ -162,15 +165,16 @@ def find(folder: Path, world: World) -> Saved | None:
 
 
 def fixed(args) -> frozenset[str]:
-    """Returns the names of settings that a resume may not change: FIXED, and what the dataclasses
-    of flags name.
-    """
+    """Returns the names of the settings that a resume may not change: FIXED, and those that the
+    dataclasses of flags name."""
     return FIXED.union(*(group.fixed for group in groups(args)))
 
 
 def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
-    """Returns the checkpoint with sentences for what this resume changes. Raises a SettingsError if
-    one of `fixed`, or a row, is another than before.
+    """Returns the checkpoint with sentences about what this resume changes.
+
+    settings: of this command; flags: the names among them that are flags. SettingsError: one of
+    `fixed`, or a row of the data, is another than before.
     """
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
     rows = now.pop("row_digests", [])
@@ -192,14 +196,15 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
 
 
 def words(value):
-    """Returns a flag's value as a person writes it."""
+    """Returns a flag's value as a person writes it: a list has spaces between its items."""
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 # ---- what a run is made of ----
 
 def facts(args, inputs, world: World) -> dict:
-    """Returns what a run is made of beside its flags. It must be the same on all ranks."""
+    """Returns what a run is made of beside its flags, all of it the same on every rank: the script,
+    digests of rows and model files, and the dtype of the computation."""
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
             "reference_files": digest_of_files(inputs.reference),
@@ -207,7 +212,7 @@ def facts(args, inputs, world: World) -> dict:
 
 
 def digest(value) -> str:
-    """Returns 12 hexadecimal digits, a hash of repr(value)."""
+    """Returns a hash of repr(value), as 12 hexadecimal digits."""
     return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
 
 
@@ -218,12 +223,14 @@ def row_digests(rows: list) -> list:
 
 
 def digest_of_files(folder: str | None) -> str:
-    """Returns a digest of a model's weights. folder: None has one too."""
+    """Returns a digest of the weight files of a model's folder. None, for no folder, has a digest
+    too."""
     return digest([*map(sampled, weight_files(folder) if folder else [])])
 
 
 def sampled(path: str | Path) -> str:
-    """Returns a digest of a file: of its size, and of 64 kB at 64 places."""
+    """Returns a digest of a file that is fast to compute: of its size, and of 64 kB at each of 64
+    places."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         return digest([size, *(os.pread(file.fileno(), 2**16, start)
@@ -232,8 +239,7 @@ def sampled(path: str | Path) -> str:
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
     """Fills weights and AdamW's state from a checkpoint, in place. All ranks must call it (a
-    collective).
-    """
+    collective)."""
     there = names_in(saved.path)
     for who, it in trained.items():
         for name, p in it.parameters.items():
@@ -246,9 +252,8 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
 
 
 def fill(wanted: dict[str, torch.Tensor], path: Path, world: World):
-    """Reads the tensors of these names from a checkpoint, in place. Raises a SettingsError if it
-    cannot be read. All ranks must call it (a collective).
-    """
+    """Reads the tensors of these names from a checkpoint, in place. SettingsError: it cannot be
+    read. All ranks must call it (a collective)."""
     try:
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=world.control)
     except CheckpointException as error:  # on all ranks
@@ -262,16 +267,16 @@ def names_in(path: Path) -> set[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Returns the number N of each step_N in a folder, in order."""
+    """Returns the number N of each whole step_N in a folder, in order."""
     return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
 
 
 # ---- export: the trained weights as folders that transformers, peft and vLLM load ----
 
 def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ()):
-    """Writes the policy as a Hugging Face folder in the source's dtype, on rank 0. ends: the ids
-    that end a completion. All ranks must call it (a collective).
-    """
+    """Writes the policy as a folder in Hugging Face format, in the dtype of `source`, on rank 0.
+    source: the folder of the model that training started from, whose small files are copied. ends:
+    the ids that end a completion. All ranks must call it (a collective)."""
     weights, dtype = {}, config_of(source).dtype or torch.float32
     names = names_in_files(skeleton(source), source)  # of tied weights only the first
     for name, value in policy.weights(dtype):
@@ -284,15 +289,14 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
             if ".index." not in path.name:
                 there = unfinished / path.relative_to(source)
                 there.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, there)  # a cache's files may be read-only
+                shutil.copyfile(path, there)  # copy no permissions: a cache's are read-only
         save_torch_state_dict(weights, unfinished)
         write_ends(unfinished, ends)
 
 
 def write_ends(folder: Path, ends: list[int]):
     """Writes the ids that end a completion to generation_config.json, so that transformers and vLLM
-    end where the run did.
-    """
+    end a completion where the run did."""
     path = folder / "generation_config.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     if ends:

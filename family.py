@@ -1,6 +1,8 @@
 """family.py: how a model_type is computed, and its sizes: here a dense text model.
 
-model_files.family_of chooses. Where models need more, a part has a subclass of Family and of Shape.
+A Family says which class of transformers makes a model and what its files call each weight. A Shape
+has the sizes from which plan.py computes memory. model_files.family_of chooses the family. Where
+models need more, a part has a subclass of Family and of Shape.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -14,29 +16,29 @@ from torch import nn
 
 @dataclass
 class Shape:
-    """The sizes of a model. Parameters are counted on the model itself."""
-    hidden: int
-    wide: int  # columns of the MLP that a token uses
+    """The sizes of a model, from which plan.py computes memory. Its parameters are counted on the
+    model itself."""
+    hidden: int  # columns of the residual stream
+    wide: int  # columns of the MLP that a token uses: its intermediate size
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
-    layer: int  # parameters of a layer
-    root: int  # of the rest: embedding, head, last norm
-    params: int  # all
-    fused: bool  # attention; else its memory grows with length²
-    linears: dict  # {name: in + out} of the linear layers of a layer
-    reference: "Shape | None" = None  # if it is another model
-    kind: ClassVar[str] = "text"
+    layer: int  # parameters of the largest layer
+    root: int  # parameters of the rest: embedding, head, last norm
+    params: int  # parameters of the whole model
+    fused: bool  # whether attention is fused; else its memory grows with length²
+    linears: dict  # {name: inputs + outputs} of the linear layers of a layer
+    reference: "Shape | None" = None  # sizes of the reference model, if it is another model
+    kind: ClassVar[str] = "text"  # a part's subclass has another word
 
 
 # ---- what it computes, and what its files say ----
 
 class Family:
-    """How the models of one model_type are computed: here a dense text model. config: transformers'
-    own.
-    """
+    """How one model_type is computed: here a dense text model. config is transformers'
+    configuration object."""
     auto = "AutoModelForCausalLM"  # the class of transformers that makes it
 
     def __init__(self, config):
@@ -44,38 +46,37 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """The name of transformers' class of this model_type. It is empty if transformers has no
-        causal language model of it.
-        """
+        """The name of transformers' class for this model_type, such as "Qwen2ForCausalLM". It is ""
+        if transformers has no causal language model of this type."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALL
         name = ALL.get(self.config.model_type, "")
         return name if name.endswith(("CausalLM", "HeadModel")) else ""
 
     def skeleton(self, dtype, **options):
-        """Returns transformers' model without weights, on the device "meta". options: more
-        arguments of from_config.
-        """
+        """Makes the model without weights, on the device "meta". `options` go to transformers'
+        from_config."""
         import transformers
         with torch.device("meta"):
             return getattr(transformers, self.auto).from_config(
                 self.config, dtype=dtype, attn_implementation="sdpa", **options)
 
     def parts(self, lm) -> list:
-        """Returns the modules that have layers, each of which FSDP shards. The first module is the
-        one that reads tokens.
-        """
+        """Returns the modules whose layers FSDP shards one by one. The first one reads tokens."""
         return [lm]
 
     def pieces(self, name: str, tensor, first: int = 0):
-        """Yields how a checkpoint's files name what the trainer has of a parameter: (name, tensor,
-        its first row in the file). tensor: rows of the parameter, from its row `first` on.
+        """Yields what the files have of one parameter: (name in the files, tensor, its first row in
+        that tensor of the file).
+
+        `tensor` holds the rows of the parameter from its row `first` on: a rank has only some of
+        the rows. Here the files have each parameter as it is. A part's family may split one, or
+        rename it.
         """
         yield name, tensor, first
 
     def shape(self, lm) -> Shape:
-        """Returns the sizes of a model, which needs no weights. Parameters and linear layers are
-        counted on its modules; config.json has the rest.
-        """
+        """Returns the sizes of lm, which needs no weights. Parameters and linear layers are counted
+        on its modules, and config.json has the rest."""
         text, c = self.parts(lm)[0], lm.config.get_text_config()
         more, params = c.to_dict(), sum(p.numel() for p in lm.parameters())
         layers = Counter()  # {number of a layer: its parameters}

@@ -1,5 +1,9 @@
 """flags.py: the flags that scripts share, with their defaults, and the command line.
 
+Each component has the dataclass of its flags beside its code (settings.py). Here are those of the
+loss and of the run, and CommonArgs, which holds all of them. `parse` makes an Args of the command
+line; a run that is resumed by --name gets the flags that are not given from its args.json.
+
 --loss and --advantage take a name of losses.py, or FILE.py:NAME: a function of a file, as in
 variants/. The file is found from the current folder or from the project's, and loaded before
 weights are.
@@ -73,7 +77,7 @@ class ClipArgs(Flags):
 
     @property
     def correction(self) -> dict[str, object]:
-        """The arguments of losses.engine_correction."""
+        """The arguments of losses.engine_correction that flags give."""
         return {"kind": self.engine_correction, "low": self.correction_low,
                 "high": self.correction_high}
 
@@ -100,32 +104,32 @@ class LossArgs(ClipArgs):
 
 NAMES = {"loss": losses.LOSSES, "advantage": dict.fromkeys(  # of built-in functions
     ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
-TAKES = {  # positional arguments, and those by name
+TAKES = {  # arguments of such a function: the positional ones, and those by name
     "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
     "advantage": ("rewards group", "scored eps parts trained row lengths old_logprobs "
                                    "engine_logprobs batch")}
 
 
 class Own(NamedTuple):
-    """A function of --loss or --advantage, of a file or a built-in one."""
+    """A function of --loss or --advantage, from a file or built in, and what its file says of
+    it."""
     function: Callable
-    refuses: Callable | None = None  # args -> why they do not fit it, or None
+    refuses: Callable | None = None  # args → why they do not fit the function, or None
     per: str = "completion"  # or token: what an advantage has a number of
-    least: int = 1  # scored completions that an advantage needs in a group
-    uses_old: bool = False  # it takes old_logprobs
+    least: int = 1  # how many scored completions an advantage needs in a group
+    uses_old: bool = False  # whether it takes old_logprobs
 
 
 @cache
 def own(flag: str, spec: str) -> Own:
-    """Loads what --loss or --advantage names. Raises a SettingsError if it cannot be loaded, or if
-    its parameters are not those of such a function.
-    """
+    """Loads what --loss or --advantage names. The result is cached. SettingsError: the file cannot
+    be loaded, has no such function, or the function takes other arguments than TAKES."""
     if spec in NAMES[flag]:
         return Own(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
     path, name = find(flag, spec)
     try:
         module = load_file(path)
-    except Exception as error:  # it is a user's
+    except Exception as error:  # a user's file may raise anything
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
                             f"{error}. Would work: a file that `python {path}` runs.") from error
     function = vars(module).get(name)
@@ -144,9 +148,8 @@ def own(flag: str, spec: str) -> Own:
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
-    """Returns the file of FILE.py:NAME, and the name in it. Raises a SettingsError if there is
-    none.
-    """
+    """Returns the file of FILE.py:NAME, and the name in it. SettingsError: there is no such
+    file."""
     file, _, name = spec.rpartition(":")
     for path in Path(file), ROOT / file:
         if file.endswith(".py") and path.is_file():
@@ -159,7 +162,8 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
 
 
 def rules(args):
-    """Yields a sentence for each setting that does not fit --loss or --advantage."""
+    """Yields a sentence for each setting that does not fit the function of --loss or
+    --advantage."""
     updates = args.minibatches * args.epochs
     if args.loss == "reinforce" and updates > 1:
         yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
@@ -172,7 +176,7 @@ def rules(args):
             yield str(error)
             continue
         takes = inspect.signature(one.function).parameters
-        if flag == "loss" and "others" in takes:  # it names what it uses
+        if flag == "loss" and "others" in takes:  # it names each bound that it uses
             yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
         if flag == "advantage" and args.group < one.least:
@@ -275,27 +279,25 @@ class CommonArgs(Flags):
     parts: PartArgs = field(default_factory=PartArgs)
 
     script: ClassVar[str]  # the file's name
-    critic_args: ClassVar[None] = None  # ppo.py has one
-    memory: ClassVar[type] = Memory  # the class that plans it
+    critic_args: ClassVar[None] = None  # ppo.py has the flags of a critic here
+    memory: ClassVar[type] = Memory  # the class that plans the memory
     needs_rollouts: ClassVar[bool] = True  # False: the rows have their completions
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
     entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
-    usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
+    usual_lr: ClassVar[float] = 1e-6  # the default --lr of a model that is not small
 
     def choose_rates(self, parameters: int, factor: float = 1) -> None:
-        """Sets --lr and --critic_lr where they are not given: `factor` times the usual rates of a
-        model with so many parameters.
-        """
+        """Sets --lr and --critic_lr where they are not given: `factor` times the usual rates for a
+        model with so many parameters."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
         self.lr = self.lr or factor * lr
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
     def rates(self, step: int) -> dict[str, float]:
-        """Returns what flags that a resume may change give a step, counted from 0: learning rates,
-        and weights of rewards.
-        """
+        """Returns {name: value} of what flags that a resume may change give a step, counted from 0:
+        learning rates, and the weights of rewards."""
         def rate(peak: float) -> float:
             return learning_rate(step, self.steps, peak, self.optimizer_args)
 
@@ -309,17 +311,16 @@ class CommonArgs(Flags):
         return found
 
     def find_reference(self, files, weights: bool):
-        """Returns `files`, an inputs.ModelFiles, with what is needed of a reference model. Here it
-        is the model itself. weights: fetch them too.
-        """
+        """Returns `files`, an inputs.ModelFiles, with the files of the reference model. Here the
+        reference is the model itself, so nothing changes; a script may have another one. weights:
+        fetch them too."""
         return files
 
     def load_rows(self, flag: str, seed: int, files, notes: list[str],
                   make=make_row) -> list[Row]:
-        """Reads the rows of --data or --eval_data; `flag` is its name. Without the flag there are
-        none. files: inputs.ModelFiles. `notes` gets a sentence that counts them. make: what a
-        script has in the place of make_row.
-        """
+        """Reads the rows of --data or --eval_data: `flag` is its name. Without the flag it returns
+        []. files: inputs.ModelFiles. `notes` gets a sentence that counts the rows. make: what a
+        script has in the place of make_row."""
         spec = getattr(self, flag)
         if not spec:
             return []
@@ -330,9 +331,8 @@ class CommonArgs(Flags):
         return rows
 
     def formula(self, reference, micro):
-        """Returns what an update asks of Policy.logprobs in the place of log-probs. None:
-        log-probs.
-        """
+        """Returns the formula that an update gives to Policy.logprobs in the place of log-probs.
+        None, as here, means log-probs."""
 
     def rules(self, plan):
         """Yields a sentence for each rule that is broken (settings.Flags)."""
@@ -360,13 +360,13 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
 """
 
 
-OF_A_CALL = frozenset("eval_only name ranks resume".split())  # not of the run that it names
+OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run does not keep these
 
 
 def parse(kind: type, description: str):
-    """Reads the command line → the script's Args. If --name is a run that is there, flags that are
-    not given have the run's values. A mistake is printed as a sentence and ends the process.
-    """
+    """Reads the command line → the script's Args. If --name is a run that exists, flags that are
+    not given have the run's values. A mistake is printed as a sentence and ends the process with
+    status 2."""
     mistakes, words = Mistakes(), sys.argv[1:]
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -383,9 +383,8 @@ def parse(kind: type, description: str):
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """Reads the words anew, with what args.json has of the flags that are not given. These must be
-    values that the flags take today.
-    """
+    """Reads the words again, with the values of `kept` (args.json) for flags that are not given →
+    Args. SettingsError: a kept value is not one that the flag takes today."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     before = []
@@ -401,7 +400,8 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
 
 
 def parse_words(kind: type, description: str, words: list[str], **options):
-    """Reads words of a command line → Args. Raises a SettingsError with what tyro says of them."""
+    """Reads words of a command line → Args. SettingsError: what tyro says of a wrong word, or what
+    a flag of another system is called here."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):

@@ -277,10 +277,10 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, old_logprobs=old_logprobs,
         engine_logprobs=batch.engine_logprobs, batch=batch)
     like = row if own.per == "token" else rewards
-    if not isinstance(A, torch.Tensor) or A.shape != like.shape or not A.isfinite().all():
+    if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
                             f"finite numbers: its PER is {own.per}.")
-    A = A.double()
+    A = torch.as_tensor(A).double()
     return A if own.per == "token" else batch.of_rows(A)
 
 

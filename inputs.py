@@ -1,4 +1,10 @@
-"""inputs.py: what a run works with, found before weights load: model, tokenizer, rows."""
+"""inputs.py: what a run works with, found before weights load: model, tokenizer, rows.
+
+Mistakes are found here, in seconds: all flags are checked, every row of the data is read with the
+chat template, the rewards are loaded, and the memory is planned. `read_inputs` does this for a run
+and `show_plan` for --plan; both call `read_files`. A mistake ends the run with a SettingsError
+before any weight is loaded.
+"""
 import os
 import re
 from collections import Counter
@@ -24,24 +30,23 @@ from texts import check_tokenizer, eos_ids
 
 @dataclass
 class Inputs:
-    """What a run works with, before its weights load."""
+    """What a run works with: the result of `read_inputs`."""
     source: str  # the model's folder
-    tokenizer: object
-    shape: Shape
+    tokenizer: object  # of transformers
+    shape: Shape  # the model's sizes, for the plan
     reference: str | None  # the folder of the reference model; None: it is the same
     rows: list[data.Row]
     eval_rows: list[data.Row]
-    notes: list[str]  # lines to print
+    notes: list[str]  # lines that the run prints at its start
     plan: Plan
     waits: list[str]  # rewards that are `async def`
     ends: list[int]  # ids that end a completion
-    kv_cache: float = 0.0  # bytes; 0: the engine chooses
+    kv_cache: float = 0.0  # bytes of the engine's cache; 0: the engine chooses
 
 
 def show_plan(args) -> int:
-    """Prints the plan of --plan, which needs neither torchrun nor a GPU, and loads no weights.
-    Returns the exit status, 1 if it does not fit.
-    """
+    """Prints the plan of --plan, which needs no torchrun, GPU or weights → the exit status: 1 if
+    the run does not fit into memory, else 0."""
     found = read_files(args, args.plan_args.ranks, weights=False)
     kind = extended("memory", args.memory, args, found.shape)
     planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
@@ -51,11 +56,11 @@ def show_plan(args) -> int:
 
 
 def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> Inputs:
-    """Returns all that a run needs but its weights. A model that is not here is made or fetched.
-    Raises a SettingsError as read_files does, or if it is certain that the run does not fit.
-    """
+    """Reads all that a run needs, but loads no weights. A model that is not on this machine is made
+    or fetched. began: see `read_files`. SettingsError: a mistake that `read_files` finds, or on a
+    CPU a run that does not fit into memory."""
     found, card, free = read_files(args, ranks, local_size, began), None, 0.0
-    if torch.cuda.is_available():  # this makes no CUDA context
+    if torch.cuda.is_available():  # asking for this makes no CUDA context
         card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
     else:
         free = free_bytes() / local_size
@@ -71,7 +76,8 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
 
 
 def free_bytes() -> int:
-    """Returns the bytes that are free on this machine, or the limit of its container."""
+    """Returns the bytes of memory that this machine has free, or the limit of its container if that
+    is less."""
     words = Path("/proc/meminfo").read_text().split()
     found = [1024 * int(words[words.index("MemAvailable:") + 1])]
     for path in "memory.max", "memory/memory.limit_in_bytes":
@@ -82,11 +88,13 @@ def free_bytes() -> int:
 
 def read_files(args, ranks: int, local_size: int | None = None, began: str | None = None,
                weights: bool = True) -> Inputs:
-    """Reads and checks the model's files and the rows. Raises a SettingsError with all mistakes of
-    the flags, or of the first file that is broken, or with all that does not fit together.
+    """Checks flags and files → the Inputs of a run.
 
-    local_size: see Plan. began: the time for chat templates that ask for it; None: now. weights:
-    fetch the weights of a model of the hub too.
+    local_size: ranks of a machine; None with --plan. began: the time that chat templates get if
+    they ask for it; None: now. weights: whether the weights of a model of the hub are fetched too.
+
+    SettingsError: all mistakes of the flags together; or the first file that is broken; or all that
+    does not fit together.
     """
     (needs, waits), notes = check_flags(args, ranks, local_size), []
     folder, lm, tokenizer = open_model(args.model, "model", weights)
@@ -96,7 +104,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     files = ModelFiles(shape, tokenizer, folder, lm, ends)
     files = args.find_reference(files, weights)
     rows = args.load_rows("data", args.seed, files, notes)
-    eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
+    eval_rows = args.load_rows("eval_data", 0, files, notes)  # the same rows for any --seed
     everything = rows + eval_rows
     check_tokenizer(tokenizer, folder, rows[:FIRST] + eval_rows[:FIRST])
     notes += [f"--{flag} has {what_is_read(found)}"
@@ -115,9 +123,8 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
-    """Returns what the rewards need, and which of them wait. Raises a SettingsError with all
-    mistakes of the flags.
-    """
+    """Checks the flags and loads the rewards once → (what the rewards need of each row, the names
+    of rewards that are `async def`). SettingsError: all mistakes of the flags together."""
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
     found = [], []
@@ -130,10 +137,9 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
 # ---- the rows ----
 
 def what_is_read(rows: list[data.Row]) -> str:
-    """Returns which columns the run reads, each combination with its number of rows, and the
-    answers that several rows have and that hold no digit: some data sets write "proof" or
-    "notfound" where there is no answer.
-    """
+    """Describes which columns the run reads: each combination of columns with its number of rows.
+    It adds the answers that several rows share and that hold no digit, because some data sets write
+    "proof" or "notfound" where there is no answer."""
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
                               for what, column in row.read.items()) for row in rows)
     words = Counter(str(row.answer) for row in rows if row.read.get("answer"))
@@ -152,15 +158,14 @@ class ModelFiles(NamedTuple):
     shape: Shape
     tokenizer: object
     folder: str
-    lm: object  # model.skeleton
+    lm: object  # the model without weights (model.skeleton)
     ends: list[int] = []  # ids that end a completion
     reference: str | None = None  # the folder of the reference model; None: it is the same
 
 
 def open_model(name: str, flag: str, weights: bool = True):
-    """Returns a model by its name: (its folder, the model without weights, its tokenizer). flag:
-    the name of the flag, for messages.
-    """
+    """Opens a model by its name → (its folder, the model without weights, its tokenizer). If the
+    weights are on this machine, their names and shapes are compared with the model."""
     folder = find_model(name, flag, weights)
     lm = model.skeleton(folder, flag=flag)
     if weights or Path(name).is_dir():
@@ -169,12 +174,14 @@ def open_model(name: str, flag: str, weights: bool = True):
 
 
 def is_tiny(name: str) -> bool:
-    """Returns whether --model is one that examples/tiny.py makes."""
+    """Whether the name of --model is one that examples/tiny.py makes: tiny or tiny:TASK."""
     return name.partition(":")[0] == "tiny"
 
 
 def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
-    """Returns the folder of a model by its name. One that is not here is made (tiny) or fetched."""
+    """Returns the folder of a model by its name. A tiny model is made and a model of the hub is
+    fetched, if it is not on this machine. SettingsError: there is no such model, or runs/ cannot be
+    written."""
     if not is_tiny(name):
         return model_files.find(name, flag, weights)
     from examples import tiny
@@ -189,26 +196,25 @@ def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
-    """Loads transformers' tokenizer of the folder `source`. Raises a SettingsError if it has none.
+    """Loads transformers' tokenizer from the folder `source`. SettingsError: the folder has none.
 
-    The path is absolute: transformers reads some tokenizers otherwise by the name of their folder,
-    and an export has another name.
+    The path is made absolute because transformers reads some tokenizers in another way by the name
+    of their folder, and an export has another name.
     """
     from transformers import AutoTokenizer
     with as_sentence(f"--{flag} {name} has no tokenizer that transformers can load"):
         found = AutoTokenizer.from_pretrained(os.path.abspath(source))
-        if len(found) <= len(found.all_special_ids):  # transformers makes one without files
+        if len(found) <= len(found.all_special_ids):  # transformers makes it without files
             raise ValueError("it would be empty")
         return found
 
 
-FIRST = 200  # rows of --data, and of --eval_data
+FIRST = 200  # rows of --data, and of --eval_data, on which the tokenizer is checked
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
-    """Returns those of the ids that the model can write. `notes` gets a sentence if there are none;
-    a script that samples nothing ends with a SettingsError.
-    """
+    """Returns those of the ids `ends` that the model can write. If there are none, `notes` gets a
+    line, or without rollouts it is a SettingsError."""
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
@@ -220,9 +226,8 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
-    """Returns sentences for what the model or its engine cannot take: sequences beyond its
-    positions, and ids beyond its vocabulary.
-    """
+    """Returns a sentence for each thing that the model or its engine cannot take: sequences longer
+    than its positions, and rows with ids outside its vocabulary."""
     found, text = [], config.get_text_config()
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = text.to_dict().get("max_position_embeddings")

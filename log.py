@@ -1,8 +1,14 @@
 """log.py: what a person sees and keeps of a run: lines, metrics, samples, the grade.
 
-Rank 0 writes.
+Rank 0 writes. A file is written under another name and then renamed, so a kill or a full disk
+leaves it whole or absent. metrics.jsonl alone is appended to, and `read` drops a last line that a
+kill cut off. What only decorates a run (W&B, samples, the curve) never ends it.
 
     runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
+
+Top to bottom: files that are whole or absent, the run's folder, Log (lines, metrics.jsonl, W&B),
+Meter (means of metrics over tokens), samples, and the grade at the end.
+docs/reference/metrics_and_files.md has every metric and every file.
 """
 import errno
 import fcntl
@@ -35,11 +41,12 @@ from errors import SettingsError, tell
 # ---- files that are whole or absent ----
 
 class NotWritten(SettingsError):
-    """A disk failed. The run ends with status 1, and the same command goes on."""
+    """A file could not be written. The run ends with status 1, and the same command goes on from
+    the last checkpoint."""
     status = 1
 
 
-WAYS_OUT = {  # by the error of the operating system; another one says enough itself
+WAYS_OUT = {  # what would help, by the operating system's error; other errors say it themselves
     errno.ENOSPC: "space on its disk", errno.EDQUOT: "a larger quota on its disk",
     errno.EFBIG: "a larger limit of a file's size (ulimit -f)",
     errno.EROFS: "a disk that is not read-only",
@@ -47,9 +54,8 @@ WAYS_OUT = {  # by the error of the operating system; another one says enough it
 
 
 def not_written(path: str | Path, error: BaseException) -> NotWritten:
-    """Returns the error for a path that cannot be written, with a way out. error: of the operating
-    system, also where a library carries it as text.
-    """
+    """Returns the NotWritten for an error of the operating system, with what would help. Some
+    libraries carry that error only as text, so its number is read from the text."""
     said = re.search(r"(?:os error |Errno )(\d+)", str(error))
     works = WAYS_OUT.get(int(said[1])) if said else None
     return NotWritten(f"{path} cannot be written ({error})."
@@ -58,7 +64,7 @@ def not_written(path: str | Path, error: BaseException) -> NotWritten:
 
 @contextmanager
 def writing(path: str | Path):
-    """A context that raises NotWritten where a disk fails inside."""
+    """A context in which a failure to write becomes a NotWritten that names `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -66,9 +72,8 @@ def writing(path: str | Path):
 
 
 def write_whole(path: Path, content: str | bytes):
-    """Writes a file so that a kill, or a crash of the machine, leaves the old one or the new one,
-    and no half.
-    """
+    """Writes a file under another name, flushes it to the disk and renames it. A kill, or a crash
+    of the machine, leaves no half of it."""
     unfinished = path.with_suffix(".partial")
     with writing(path):
         with open(unfinished, "wb") as file:
@@ -80,9 +85,8 @@ def write_whole(path: Path, content: str | bytes):
 
 @contextmanager
 def whole_folder(folder: str | Path):
-    """A context that gives an empty folder to fill. At its end the folder replaces `folder`, so
-    that no half of it is ever there.
-    """
+    """A context that gives an empty folder to fill. It replaces `folder` at the end, so no half of
+    it is ever left there."""
     unfinished = Path(f"{folder}.partial")
     with writing(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -94,14 +98,13 @@ def whole_folder(folder: str | Path):
 
 
 def as_lines(rows: list[dict]) -> str:
-    """Returns objects as the lines of a .jsonl."""
+    """Writes objects as the lines of a .jsonl file."""
     return "".join(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 def read(path: Path):
-    """Returns what a .json has, or the list of a .jsonl's lines without a last one that a kill cut
-    off. Raises a SettingsError if the file is not there, or damaged.
-    """
+    """Reads a .json file → its value; or a .jsonl file → the list of its lines, without a last one
+    that a kill cut off. SettingsError: it is not there, or damaged."""
     place = path
     try:
         text = path.read_text()
@@ -119,21 +122,21 @@ def read(path: Path):
                             f"Would work: without {place}.") from None
 
 
-LINE = {  # what is printed of a step
+LINE = {  # the metrics that are printed of a step, if they are there
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
 WANDB_OFF = "wandb is off from here"
-BAD_STEPS = 3  # in a row without a finite gradient: the run ends
+BAD_STEPS = 3  # after so many in a row without a finite gradient the run ends
 
 
 # ---- files ----
 
 def choose_folder(args, now: datetime) -> Path:
-    """Returns the folder runs/NAME of a run that is new, unfinished or asked for more steps. Raises
-    a SettingsError if it is finished, or if --no-resume forbids to go on.
-    """
+    """Returns runs/NAME of a run that is new, unfinished, or asked for more steps. It makes no
+    folder. Without --name the name is that of the script and the time `now`. SettingsError: a run
+    of this name is finished, or it is there and --no-resume was given."""
     folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
@@ -145,24 +148,23 @@ def choose_folder(args, now: datetime) -> Path:
 
 
 def began(folder: Path | None, now: datetime) -> str:
-    """Returns when the run in the folder began for the first time: chat templates may write the
-    date.
-    """
+    """Returns the time when the run in `folder` began for the first time, because chat templates
+    may write the date. It is `now` for a new run."""
     path = Path(folder or "", "args.json")
     kept = read(path).get("began") if folder and path.exists() else None
     return kept or now.isoformat(" ", "seconds")
 
 
 def finished_steps(folder: Path) -> int:
-    """Returns the number of steps of a run that is finished. 0: it is not."""
+    """Returns the number of steps of a finished run, by its done.json. 0: the run is not
+    finished."""
     path = folder / "done.json"
     return read(path)["steps"] if path.exists() else 0
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of this code and its libraries. The commit has a * if files are not as
-    in it.
-    """
+    """Returns {name: version} of this project's commit, python and libraries. The commit ends with
+    a * if files differ from it."""
     commit = ""
     with suppress(OSError):  # git is not installed
         commit = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
@@ -175,32 +177,33 @@ def versions() -> dict[str, str]:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Returns the rows of metrics.jsonl. The list is empty if there is none."""
+    """Reads the rows of metrics.jsonl. It returns [] if there is no such file."""
     return read(path) if path.exists() else []
 
 
 def is_evaluation(row: dict) -> bool:
-    """Returns whether a row of metrics.jsonl has an evaluation. Else it has a step."""
+    """Whether a row of metrics.jsonl is of an evaluation. If not, it is of a step."""
     return "eval/rows" in row
 
 
 # ---- lines ----
 
 def duration(seconds: float) -> str:
-    """Returns seconds as text: 45 s, 12 min, 5.5 h."""
+    """Writes a time in seconds as "45 s", "12 min" or "5.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Log:
-    """A run's folder and its output, which rank 0 writes. project: of Weights & Biases."""
+    """A run's folder and output. Every rank has a Log, and only that of rank 0 writes. steps: of
+    the whole run, for the time left. project: of Weights & Biases, or None."""
 
     def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.bad_steps, self.writing = 0, world.rank == 0
-        self.rows: list[dict] = []  # of metrics.jsonl
-        self.times = defaultdict(float)  # of this step
+        self.rows: list[dict] = []  # those of metrics.jsonl
+        self.times = defaultdict(float)  # {time/NAME: seconds in this step}
         self.wandb = None
         # Figures of an evaluation that are compared at the end, and the flag that grades each.
         self.compared = {"eval/pass@1": "target_eval"}
@@ -212,9 +215,8 @@ class Log:
 
     @contextmanager
     def decoration(self, what: str):
-        """A context for what only decorates a run (W&B, samples, the curve, the page): a failure
-        inside is printed as a line that begins with `what`, and never ends the run.
-        """
+        """A context for what only decorates a run (W&B, samples, the curve, the page). A failure
+        inside never ends the run: it becomes a line that begins with `what`."""
         try:
             yield
         except Exception as error:
@@ -226,10 +228,10 @@ class Log:
     # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Makes the folder, keeps other runs out of it, and writes args.json and plan.txt. What was
-        written after `start` steps is removed, because it comes again. args: all flags. Raises a
-        SettingsError if another run is writing the folder.
-        """
+        """Makes the run's folder, and locks it until the process ends, so that no other run writes
+        there. Rows of metrics.jsonl from after `start` steps are removed, because a resumed run
+        makes these steps again. args and plan_text are written to args.json and plan.txt.
+        SettingsError: another run has the lock."""
         if not self.writing:
             return
         with writing(self.folder):
@@ -257,9 +259,8 @@ class Log:
             self.open_wandb(args)
 
     def move_aside(self):
-        """Moves a run that has steps, and no checkpoint to go on from, to runs/NAME.1, or to the
-        next number that is free.
-        """
+        """Moves all files of the folder to runs/NAME.1, or the next number that is free. It is
+        called if they have steps, and no checkpoint from which to go on."""
         number = 1
         while (old := Path(f"{self.folder}.{number}")).exists():
             number += 1
@@ -273,7 +274,7 @@ class Log:
                  f"{old}/")
 
     def forget(self, start: int):
-        """Removes done.json, and samples that come again or are of a later step."""
+        """Removes done.json, and the samples of steps after `start`, which are made again."""
         (self.folder / "done.json").unlink(missing_ok=True)
         for path in (self.folder / "samples").glob("*_*.jsonl"):
             kind, step = path.stem.split("_", 1)
@@ -281,16 +282,16 @@ class Log:
                 path.unlink()
 
     def finish(self, steps: int):
-        """Writes done.json: the same command has nothing left to do."""
+        """Writes done.json: from now on the same command has nothing left to do."""
         if self.writing:
             write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
 
     # ---- Weights & Biases ----
 
     def open_wandb(self, args: dict):
-        """Begins a run of Weights & Biases. Without a key it is recorded offline. A name that is
-        used again is another run there.
-        """
+        """Starts recording to Weights & Biases, offline if there is no key. The id has the time
+        when the run began, so a resumed run goes on there and a name that is used again is another
+        run."""
         began = "".join(filter(str.isdigit, args["began"]))
         with self.decoration(WANDB_OFF):
             import wandb
@@ -301,16 +302,15 @@ class Log:
                 mode=None if known else "offline")
 
     def write_wandb(self, row: dict):
-        """Sends a row of metrics to Weights & Biases. Of an evaluation it sends eval/ alone: its
-        times would replace the step's.
-        """
+        """Sends a row to Weights & Biases. Of an evaluation it sends eval/ alone, because its times
+        would replace those of the step."""
         prefix = "eval/" if is_evaluation(row) else ""
         shown = {key: value for key, value in row.items() if key.startswith(prefix)}
         with self.decoration(WANDB_OFF):
             self.wandb.log(shown, step=row["step"])
 
     def close(self):
-        """Ends the run of Weights & Biases."""
+        """Ends Weights & Biases."""
         if self.wandb:
             with self.decoration(WANDB_OFF):
                 self.wandb.finish()
@@ -319,15 +319,15 @@ class Log:
 
     @contextmanager
     def time(self, name: str):
-        """A context that adds its seconds to the metric time/NAME of this step."""
+        """A context whose seconds are added to the metric time/NAME of this step."""
         began = time.monotonic()
         yield
         self.times[f"time/{name}"] += time.monotonic() - began
 
     def step(self, step: int, metrics: dict):
-        """Writes the metrics after `step` steps to metrics.jsonl, to W&B and to the screen, with 10
-        digits, and null where one is not finite. All ranks must call it (a collective).
-        """
+        """Writes the metrics after `step` steps, with the seconds of `time` and the peak of memory,
+        to metrics.jsonl, W&B and the screen. Numbers have 10 digits; one that is not finite becomes
+        null. All ranks must call it (a collective)."""
         peak = torch.tensor(peak_memory(self.world.device) / 2**30, dtype=torch.float64)
         peak_gb = float(self.world.max(peak))  # of the rank that needed most
         row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak_gb}
@@ -346,7 +346,8 @@ class Log:
         self.say(self.evaluation_line(row) if is_evaluation(row) else self.step_line(row))
 
     def evaluation_line(self, row: dict) -> str:
-        """Returns the line of an evaluation: its figures, those of samples with their intervals."""
+        """Writes the line of an evaluation. A metric that was computed from samples is followed by
+        its interval."""
         shown = []
         for key, value in row.items():
             name = key.removeprefix("eval/")
@@ -360,7 +361,8 @@ class Log:
         return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
     def step_line(self, row: dict) -> str:
-        """Returns the line of a step: the metrics of LINE, and the time that is left."""
+        """Writes the line of a step: the metrics of LINE, a remark if the gradient is zero, and the
+        time left, by the median of the last 20 steps."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             equal = row.get("batch/groups_equal") == 1
@@ -375,8 +377,8 @@ class Log:
         return "  ".join([f"step {at}", *shown])
 
     def watch(self, metrics: dict):
-        """Raises a RuntimeError after BAD_STEPS steps in a row in which a gradient was not finite.
-        """
+        """Counts the steps in a row with an update whose gradient was not finite, and prints how
+        many. RuntimeError: they are BAD_STEPS."""
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
@@ -389,25 +391,26 @@ class Log:
 
 # ---- metrics ----
 
-GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
+GAP = "rollout/logprob_gap_mean"  # |trainer - engine| in nats: is the engine still the policy?
 
 
 class Meter:
-    """Means of per-token metrics over the tokens that are added, with the loss's own weights. The
-    sums stay on the device.
+    """Means of per-token metrics over the tokens that are added.
+
+    Each mean has the weights of the loss, so it is the mean that the gradient sees. The sums stay
+    on the device until `metrics` reads them once.
     """
 
     def __init__(self, world: World):
         self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
         self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
         self.norms: list[float] = []  # gradient norm of each optimizer step
-        self.skipped = 0  # minibatches without a token in the loss
+        self.skipped = 0  # minibatches without a token in the loss: no step
         self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
 
     def add(self, weights, metrics):
-        """Adds a micro-batch: metrics {name: (n,)}, to be averaged with the weights (n,). Raises a
-        SettingsError if one has another shape, as a loss of a file may.
-        """
+        """Adds the tokens of one micro-batch. metrics {name: (n,)} are averaged with weights (n,).
+        SettingsError: a metric has another shape, as one of a user's own loss may."""
         self.weight = self.weight + weights.sum()
         for name, values in metrics.items():
             if values.shape != weights.shape:
@@ -419,9 +422,10 @@ class Meter:
                 self.gap_max = torch.cat([self.gap_max, values]).max().view(1)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
-        """Returns the means over all ranks and optimizer steps. A name without "/" gets the prefix.
-        norm: the name for the gradient's norm. All ranks must call it (a collective).
-        """
+        """Returns {name: mean over all ranks and optimizer steps}, and the mean norm of the
+        gradients under the name `norm`. A name without "/" gets the prefix. Means of loss/ are over
+        all tokens in the loss, also those that were not added because their loss is 0. All ranks
+        must call it (a collective)."""
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
                f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
@@ -436,7 +440,9 @@ class Meter:
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Returns the metrics of all completions of a step, which took `seconds` to sample."""
+    """Returns the metrics of all completions of a step, which took `seconds` to sample: counts,
+    lengths, tokens per second, rewards, and an estimate of the policy's entropy. Means of rewards
+    are over the completions that have a score."""
     done, scores = [s.completion for s in samples], [s.score for s in samples]
     tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
     turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
@@ -451,7 +457,7 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         values = [s.parts[name] for s in scores if s.parts[name] is not None]
         if values:
             metrics[f"reward/{name}"] = float(np.mean(values))
-    if scored and scores[0].parts:  # else there is no --reward
+    if scored and scores[0].parts:  # without parts there is no --reward
         metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     return metrics
 
@@ -463,9 +469,8 @@ SHORT.maxstring = 140  # characters
 
 
 def sample_row(s: Sample, decode=None) -> dict:
-    """Returns an object of samples/. decode: the tokenizer's; with it the prompt is shown as the
-    model saw it.
-    """
+    """Returns a sample as an object of samples/NAME.jsonl. `decode` is the tokenizer's: with it the
+    prompt is shown as the model saw it."""
     asked = s.prompt.row
     prompt = asked.prompt
     if decode:
@@ -478,10 +483,9 @@ def sample_row(s: Sample, decode=None) -> dict:
 
 
 def token_row(s: Sample, decode=None) -> dict:
-    """Returns lists with an item a token, for samples/. Numbers of a token that was not sampled are
-    0. The dictionary is empty if no update has learned from the completion. decode: the
-    tokenizer's.
-    """
+    """Returns {name: a list with an item for each token} for an object of samples/: texts, engine
+    log-probs, advantages. Numbers of a token that was not sampled are 0. It is {} without `decode`,
+    the tokenizer's, or if no update has learned from the completion."""
     if decode is None or s.advantages is None:
         return {}
     ids, sampled = s.completion.ids.tolist(), s.completion.sampled
@@ -499,7 +503,7 @@ def token_row(s: Sample, decode=None) -> dict:
 
 
 def short(row: dict) -> str:
-    """Returns a line of the screen for an object of samples/."""
+    """Writes a row of samples/ as a line of the screen."""
     reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
     prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
     return f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}"
@@ -520,9 +524,9 @@ def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, dec
 # ---- how a run ended ----
 
 def grade(run_log: Log, flags) -> bool:
-    """Prints how reward and held-out accuracy were at the beginning and at the end, and returns
-    whether the run missed a --target.
-    """
+    """Prints the mean reward of the first and the last steps and the evaluations before and after →
+    whether the run missed --target_reward or --target_eval. A target is reached if the number
+    before is at most its first value and the number after at least its second."""
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
@@ -555,7 +559,7 @@ def grade(run_log: Log, flags) -> bool:
 
 
 def draw_curve(run_log: Log):
-    """Draws curve.png, on rank 0, of a run with rewards."""
+    """Draws curve.png, on rank 0, if the run has rewards."""
     if not any(row.get("reward/mean") is not None for row in run_log.rows):
         return
     with run_log.decoration("curve.png is not written"):

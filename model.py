@@ -1,4 +1,13 @@
-"""model.py: the trainer's weights: load, shard (FSDP2), log-probs, values, optimizer steps."""
+"""model.py: the trainer's weights: load, shard (FSDP2), log-probs, values, optimizer steps.
+
+Top to bottom: `token_logprobs` computes the log-probs of sampled tokens from hidden states. `build`
+makes a LogprobModel or a ValueModel (the critic's), shards it over the ranks and loads its weights.
+Trained adds the optimizer; Policy and Critic are what a loop calls. Last come the learning rate and
+`kinds`, which lets parts extend these classes.
+
+Shapes: a packed input (batch.py) has S tokens and hidden states of H numbers; V is the vocabulary;
+n is the number of sampled tokens in a micro-batch.
+"""
 import math
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,13 +35,15 @@ recomputed = partial(recompute, use_reentrant=False, preserve_rng_state=False)
 
 
 def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool):
-    """Returns the log-probs of the targets and the entropies of π = softmax(head(hidden) /
-    temperature), both (n,), in nats.
+    """Computes log π(target) and the entropy of π, both in nats, where π = softmax(head(hidden) /
+    temperature).
 
-    hidden (n, H), head(hidden) (n, V), targets (n,). chunk: tokens whose logits are held at once.
-    Without `entropy`, which takes a pass over all logits, the second is zeros.
+    hidden (n, H) with head(hidden) (n, V) and targets (n,) → log-probs (n,), entropies (n,). The
+    entropy takes another pass over all logits, so without `entropy` zeros stand in its place. At
+    most `chunk` tokens have logits at once (`in_chunks`).
     """
     def part(hidden, targets):
+        """Computes the same for some of the tokens."""
         logits = head(hidden)
         formula = compiled() if logits.is_cuda else of_logits
         return formula(logits, targets, temperature, entropy)
@@ -41,9 +52,10 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
 
 
 def in_chunks(part, chunk: int, *tensors):
-    """Calls part(*tensors) on chunks of the tensors (n, …) and joins the (n,) that it returns. With
-    more than one chunk, backward computes the logits again, so that memory is a few times chunk × V
-    numbers.
+    """Applies `part` to tensors (n, …), at most `chunk` rows at once → a tuple of (n,).
+
+    With more than one chunk the backward pass computes the logits again, so memory is a few times
+    chunk × V numbers instead of n × V.
     """
     if len(tensors[0]) <= chunk:
         return part(*tensors)
@@ -54,8 +66,8 @@ def in_chunks(part, chunk: int, *tensors):
 
 
 def of_logits(logits, targets, temperature: float, entropy: bool):
-    """Returns the same from logits (n, V)."""
-    if temperature != 1:  # a pass over all logits
+    """Computes log-probs and entropies, (n,) each, from logits (n, V). See `token_logprobs`."""
+    if temperature != 1:  # a division is another pass over all logits
         logits = logits / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     # Both are squeezed before the difference: FSDP's hooks cannot take an output that is a view.
@@ -68,15 +80,14 @@ def of_logits(logits, targets, temperature: float, entropy: bool):
 
 @cache
 def compiled():
-    """Returns `of_logits` compiled, which takes few passes over the logits. One graph serves every
-    n > 1: a chunk that is computed again in the backward must use the graph of its forward.
-    """
+    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1:
+    a chunk that is computed again in the backward pass must use the graph of its forward pass."""
     return torch.compile(of_logits, dynamic=True)
 
 
 # ---- a model ----
 
-HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
+HEAD_LOGITS = 2**27  # logits of one chunk where --head_chunk is 0: 512 MiB in float32
 
 
 @dataclass
@@ -124,9 +135,9 @@ class OptimizerArgs(Flags):
 
 
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
-    """Returns a folder's model without weights, whose attention takes packed inputs (batch.py).
-    Raises a SettingsError if its model_type is not supported.
-    """
+    """Returns the model of a folder without weights, on the device "meta". Its attention takes
+    packed inputs (batch.attention). SettingsError: this model_type is not supported; `flag` is the
+    flag that the message names."""
     from transformers import AttentionInterface
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
@@ -146,19 +157,17 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
-    """Returns the dtype of the computation: --dtype, or what fits the device."""
+    """Returns the dtype of the computation: --dtype, or with "auto" bfloat16 on a GPU and float32
+    on a CPU."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
 def build(kind, folder: str, world: World, args, trained: bool = True):
-    """Builds a sharded LogprobModel or ValueModel with the weights of a folder. All ranks must call
-    it (a collective).
-
-    kind: the class. args: the script's. A model that is not trained has no master weights in
-    float32. Raises a SettingsError if the files lack weights of the model, have others, or hold
-    values that are not finite.
-    """
+    """Returns a sharded LogprobModel or ValueModel with the weights of a folder. All ranks must
+    call it (a collective). kind: its class. args: the script's Args. A model that is not trained
+    has no master weights in float32. SettingsError: the files lack weights, have others, or have
+    values that are not finite."""
     own, sizes, dims = args.model_args, (world.size,), None
     compute = compute_dtype(own, world.device)
     master = torch.promote_types(compute, torch.float32) if trained else compute
@@ -190,9 +199,8 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
 
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
-    """Shards a model by FSDP2, in place: each of `layers`, and the rest as the root. Parameters,
-    gradients and their sums have the dtype `master`, the computation `compute`.
-    """
+    """Shards `root` and its `layers` with FSDP2, in place. Parameters, gradients and their sums
+    have the dtype `master`; the computation has the dtype `compute`."""
     options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(compute, master)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -210,75 +218,74 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
 
 
 def whole(tensor):
-    """Returns the full tensor of one that FSDP has sharded. All ranks must call it (a collective).
-    """
+    """Returns the full tensor of one that FSDP has sharded, and any other tensor as it is. All
+    ranks must call it (a collective)."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 class Model(nn.Module):
-    """A language model of transformers, `lm`, with the Family of its type."""
+    """A language model of transformers, `lm`, with its Family. FSDP shards this module."""
     frozen = False  # True: its weights are not trained, so they need no float32
 
     def __init__(self, lm, args):
-        """lm: `skeleton` of a folder. args: the script's Args."""
+        """lm is the `skeleton` of a folder. args is the script's Args."""
         super().__init__()
         self.lm, self.family = lm, family_of(lm.config)
 
     def start(self, seed: int):
-        """Fills the parameters that are in no file: here with zeros."""
+        """Fills the parameters that are in no file with zeros, such as the critic's head. `seed` is
+        for subclasses that fill theirs at random."""
         for name, p in self.named_parameters():
             if not name.startswith("lm."):
                 nn.init.zeros_(p)
 
     def states(self, inputs):
-        """Returns the last hidden states of a packed input, (1, S, H). inputs: those of
-        batch.Micro.
-        """
+        """Returns the hidden states that the head gets, (1, S, H), of a packed input: the `inputs`
+        of a batch.Micro."""
         return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
 
     def hidden(self, inputs, source):
-        """Returns `states` at the places `source` of the packed input, which may repeat: (n, H).
+        """Returns the rows (n, H) of `states` at the places `source` (n,) of the packed input.
+        Places may repeat.
 
-        On a CPU the gradient of x[source] depends on the threads; that of index_select does not. On
-        CUDA it is a sum by atomics, in any order.
+        On a CPU the gradient of x[source] depends on the number of threads; that of index_select
+        does not. On CUDA it is a sum by atomics, in any order.
         """
         return self.states(inputs).flatten(0, 1).index_select(0, source)
 
 
 class LogprobModel(Model):
-    """A causal language model whose forward gives the log-probs of targets."""
+    """A causal language model whose forward returns log-probs."""
 
     def __init__(self, lm, args):
         super().__init__(lm, args)
         text = lm.config.get_text_config().to_dict()
         self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text["vocab_size"])
-        # Cohere's factor, and Granite's divisor.
+        # Cohere multiplies its logits by a number, and Granite divides its own by one.
         self.scale = text.get("logit_scale", 1.0) / text.get("logits_scaling", 1.0)
-        self.cap = text.get("final_logit_softcapping")  # Gemma 2
+        self.cap = text.get("final_logit_softcapping")  # Gemma 2 has one
 
     def head(self, hidden):
-        """Returns the logits (n, V) of hidden states (n, H), at least in float32, before the
-        model's own scale.
-        """
+        """Computes logits (n, V), at least float32, from hidden states (n, H). The factor `scale`
+        is left out: `forward` puts it into the temperature."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
-        """Returns what `formula` returns, by default the log-probs (n,) of the targets in nats, and
-        entropies (n,). source, targets: see batch.Micro.
-        """
+        """Returns what `formula` returns: by default log-probs (n,) in nats and entropies (n,) of
+        the tokens `targets` (n,), which the states at `source` (n,) predict."""
         formula = formula or token_logprobs
         # π = softmax(scale x head / temperature), so the scale goes into the temperature.
         return formula(self.hidden(inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, inputs, keep):
-        """Computes transformers' own forward of one row, for the comparison before the first step.
-        inputs: a packed input of this row. keep: m positions. Returns logits (m, V).
-        """
+        """Computes logits (m, V) at the m positions `keep` of one row by transformers' own forward.
+        same_policy.py compares the trainer with it before the first step. `inputs` is the packed
+        input of this row alone."""
         capped = self.lm.config.to_dict().get("attn_logit_softcapping")
         text = self.family.parts(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
@@ -287,31 +294,31 @@ class LogprobModel(Model):
         return logits[0]
 
     def plain(self, inputs, keep):
-        """Computes the forward of `plain_logits`: (1, m, V). transformers makes positions and mask
-        itself.
-        """
+        """Runs the forward of `plain_logits` → logits (1, m, V). transformers makes positions and
+        mask itself."""
         ids = inputs["input_ids"]
         return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
 
 
 class ValueModel(Model):
-    """The same base model with a head of one column, which predicts values."""
+    """The same base model with a scalar head in place of the language model's: V of a state."""
 
     def __init__(self, lm, args):
         super().__init__(lm, args)
         del lm.lm_head
         self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, device="meta",
-                              dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
+                              dtype=torch.promote_types(lm.dtype, torch.float32))  # a master weight
 
     def forward(self, inputs, source):
-        """Returns the value before each sampled token, (n,), at least in float32."""
+        """Returns the value of the state before each sampled token, (n,), at least float32.
+        `source` (n,) has the places of these states in the packed input."""
         hidden = self.hidden(inputs, source)
         values = self.head(hidden).sum(-1)  # squeeze makes a view, see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Trained:
-    """A model with its optimizer. args: the script's."""
+    """A model with its AdamW optimizer. args is the script's Args."""
 
     def __init__(self, module: Model, world: World, args):
         self.module, self.world, self.args = module, world, args
@@ -325,24 +332,25 @@ class Trained:
                                            weight_decay=own.weight_decay, fused=True)
 
     def inputs(self, micro: Micro) -> dict:
-        """Returns what the module gets of a micro-batch."""
+        """Returns what the module gets of a micro-batch. A part may add to it."""
         return micro.inputs
 
     def run(self, micro: Micro, *inputs):
-        """Computes the module's forward of a micro-batch."""
+        """Runs the module's forward on a micro-batch → what the module returns. All ranks must call
+        it (a collective)."""
         out = self.module(self.inputs(micro), micro.source, *inputs)
         if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
             self.module.reshard()
         return out
 
     def backward(self, loss):
-        """Adds the gradient of a micro-batch's loss. FSDP sums it over the ranks."""
+        """Adds the gradient of a micro-batch's loss. FSDP sums it over the ranks, so all ranks must
+        call it (a collective)."""
         loss.backward()
 
     def step(self, lr: float) -> float:
-        """Clips the gradient, makes one AdamW step, and returns the norm before the clipping. If
-        the norm is not finite, it makes no step.
-        """
+        """Takes one AdamW step on the clipped gradient → the gradient's norm before clipping. If
+        the norm is not finite, no step is taken. All ranks must call it (a collective)."""
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.param_groups[0]["lr"] = lr
@@ -351,7 +359,8 @@ class Trained:
         return norm
 
     def move(self, device: torch.device):
-        """Moves what --offload names to the host, or back to the device."""
+        """Moves what --offload names (parameters, AdamW's moments) to the device: to the host while
+        the engine generates, and back."""
         if "params" in self.moving:
             self.module.to(device)
         if "optimizer" in self.moving:
@@ -361,49 +370,53 @@ class Trained:
 
 
 class Policy(Trained):
-    """The language model that is trained; or a reference model, which makes no steps."""
+    """The language model that is trained, or a reference model, which takes no steps."""
 
     def __init__(self, module, world, args):
         super().__init__(module, world, args)
-        self.metrics: dict[str, float] = {}  # of the last step, beside those of `learn`
-        # vLLM refuses Gemma 2's tied head.
+        self.metrics: dict[str, float] = {}  # of the last step; a loop adds them to its own
+        # vLLM refuses the head of Gemma 2, which is tied.
         gemma2 = type(module.lm).__name__.startswith("Gemma2")
         self.left_out = {"lm_head.weight"} if gemma2 else set()
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool = False, formula=None):
-        """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
+        """Returns log π of each sampled token (n,), in nats, and the entropy (n,) of π before it,
+        zeros unless `entropy`. With another `formula` it returns what that returns. All ranks must
+        call it (a collective)."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def reference(self, load):
-        """The policy that training started from, for a KL term. load: a function that builds it
-        from its files."""
+        """Returns the policy that training started from, for a KL term. `load` is a function that
+        builds it from its files; a part may need no second copy and not call it."""
         return load()
 
     def stored(self, dtype=None):
-        """Yields (name in the model, full tensor) of each weight, tied ones by each name. A
-        collective: every rank must go through all of it."""
+        """Yields (name in the model, full tensor) of each weight, and a tied one under each of its
+        names. All ranks must go through all of it (a collective)."""
         for name, value in self.module.lm.state_dict().items():
             if name not in self.left_out:
                 yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def weights(self, dtype=None):
-        """Yields (name in the files, full tensor) of each weight, one at a time. A collective:
-        every rank must go through all of it."""
+        """Yields (name in the files, full tensor) of each weight, one at a time, in `dtype` or its
+        own. All ranks must go through all of it (a collective)."""
         for name, value in self.stored(dtype):
             for there, piece, _ in self.module.family.pieces(name, value):
                 yield there, piece
 
 
 class Critic(Trained):
-    """The value function V of ppo.py. Its head starts at zero."""
+    """The value function V of ppo.py. Its head starts at zero, so V is zero at first."""
 
     def values(self, micro: Micro):
-        """V(s_t) of the state in which token t was chosen: (n,)."""
+        """Returns V(s_t), (n,), where s_t is the state in which token t was chosen. All ranks must
+        call it (a collective)."""
         return self.run(micro)
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
-    """Returns the learning rate of a step, counted from 0: the warm-up first, then the schedule."""
+    """Returns the rate of a step, counted from 0. It grows linearly to `peak` in --warmup_steps and
+    then follows --lr_schedule until `steps`."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)
@@ -414,7 +427,7 @@ def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
 # ---- the classes of a run, with what parts add ----
 
 class Kinds(NamedTuple):
-    """The classes that a run builds, with what parts add to them."""
+    """The classes that a run builds: the core's, or a part's extensions of them."""
     logprob_model: type[LogprobModel]
     value_model: type[ValueModel]
     policy: type[Policy]
@@ -422,9 +435,8 @@ class Kinds(NamedTuple):
 
 
 def kinds(args, config, trained: bool = True) -> Kinds:
-    """Returns the classes for these flags and a model of this config.json. trained: it is no
-    reference model.
-    """
+    """Returns the classes for these flags and a model of this config.json. `trained` is False for a
+    reference model."""
     return Kinds(extended("model", LogprobModel, args, config, trained),
                  extended("model", ValueModel, args, config, trained),
                  extended("policy", Policy, args, config, trained),

@@ -1,6 +1,12 @@
 """model_files.py: which files of a folder are the model, and of which family it is.
 
-A run loads what transformers loads, or it is refused.
+A run loads what transformers would load from the folder, or it is refused. So every check here
+raises a SettingsError before any weight is read: a model_type that is not supported, a tensor that
+is missing, left over, or of another shape than config.json says.
+
+Top to bottom: `find` gets a folder, `family_of` and `config_of` read its config.json,
+`weight_files` chooses the *.safetensors, `names_in_files` compares their headers with the model,
+and `load` fills the sharded model.
 """
 import json
 import re
@@ -18,18 +24,21 @@ from part import asked
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-OTHERS = {  # what a folder is that has this file and no config.json
+OTHERS = {  # what a folder is that has this file and no config.json: for the error message
     ".metadata": "this is a checkpoint: tools/export.py makes a model of it",
     "adapter_config.json": "this is an adapter: merge_and_unload of peft makes a model of it",
     "args.json": "this is the folder of a run, which has its model in model/"}
-# Buffers in old checkpoints. transformers computes them.
+# Buffers that old checkpoints have. transformers computes them, so files need not match.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
 
 
 def find(model: str, flag: str = "model", weights: bool = True) -> str:
-    """Returns the folder of a model: of a folder itself, or of a name on the Hugging Face hub.
-    weights: fetch the weights too. Raises a SettingsError that says what is there instead, if it is
-    no model.
+    """Returns the folder of a model, given that folder or a name on the Hugging Face hub.
+
+    A model of the hub is fetched, without its weights if `weights` is False. `flag` is the flag
+    that the error message names. SettingsError: it is neither a folder with config.json nor a model
+    of the hub. The message says what the folder is instead, and a folder model/ nearby that would
+    work.
     """
     path, works = Path(model), ""
     if (path / "config.json").is_file():
@@ -52,38 +61,41 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
 
 
 def fetch(model: str, weights: bool) -> str:
-    """Downloads the small files of a repository of the hub, and the weights that are the model, and
-    returns the folder.
-    """
+    """Fetches a repository of the hub → its local folder. It fetches the small files and, if
+    `weights` is True, those weight files that are the model (`weight_files`), no others."""
     folder, listed = snapshot_download(model, allow_patterns=FILES), None
     if not weights:
         return folder
     commit = Path(folder).name
-    with suppress(Exception):  # no connection: of many kinds
+    with suppress(Exception):  # without a connection the hub raises many kinds of errors
         listed = list_repo_files(model, revision=commit)
     wanted = [path.name for path in weight_files(folder, listed)]
     return snapshot_download(model, revision=commit, allow_patterns=[*FILES, *wanted])
 
 
 def family_of(config) -> Family:
-    """Returns the Family of a model by its config.json."""
+    """Returns the Family of a model by the model_type of its config. A type that no part knows gets
+    Family itself, a dense text model."""
     return families().get(config.model_type, Family)(config)
 
 
 def families() -> dict[str, type[Family]]:
-    """Returns {model_type: Family} of the types that parts bring."""
+    """{model_type: its class} of the models that parts add: those that are more than a dense text
+    model."""
     return {kind: family for known in asked("FAMILIES").values() for kind, family in known.items()}
 
 
 def shape_from(lm) -> Shape:
-    """Returns the sizes of a model, with or without its weights."""
+    """Returns the sizes of a model, which may be without its weights."""
     return family_of(lm.config).shape(lm)
 
 
 def config_of(folder: str, flag: str = "model"):
-    """Reads config.json. Raises a SettingsError if it is no language model that transformers loads
-    from files. Other keys are not looked at: the model is compared with transformers' when it runs
-    (same_policy.py).
+    """Reads config.json → transformers' configuration object.
+
+    SettingsError: it cannot be read, or it describes no language model that transformers loads from
+    plain files (an unknown model_type, quantized weights, an adapter, …). Other keys of config.json
+    are not checked here: same_policy.py compares what the model computes before the first step.
     """
     from transformers import AutoConfig
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
@@ -107,10 +119,12 @@ def config_of(folder: str, flag: str = "model"):
 
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
-    """Returns the files that are the model, by transformers' rule: those that an index names, or
-    model.safetensors, or shards without an index. listed: the names in a repository, if not all of
-    its files are here. Raises a SettingsError if there are none, or if two readers could take
-    different ones.
+    """Returns the files that are the model, chosen as transformers chooses them.
+
+    An index names them; without one it is model.safetensors; without both, it is the numbered
+    shards. `listed` has the file names of a repository of which not all are in the folder.
+    SettingsError: a file is missing, there are only pickled weights, or there are two models of
+    which transformers and vLLM would read different ones.
     """
     names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
     index, single = "model.safetensors.index.json", "model.safetensors"
@@ -135,7 +149,8 @@ def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Returns the names of the files that an index names."""
+    """Returns the sorted file names that an index (*.index.json) names. SettingsError: it cannot be
+    read, or has no weight_map."""
     try:
         files = json.loads(index.read_text())["weight_map"].values()
         return sorted({min(files), *map(str, files)})
@@ -144,9 +159,9 @@ def shards_of(index: Path) -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name in a checkpoint, tensor, its first row there) of what this rank has: parameters,
-    and those buffers that files have (Gemma 4).
-    """
+    """Yields (name, tensor, its first row in the file) of all that files have of a model: its
+    parameters, and some buffers (Gemma 4). Of a sharded parameter the tensor is this rank's rows.
+    Older files may have another name, which `names_in_files` finds."""
     saved, family = lm.state_dict().keys(), family_of(lm.config)
     for name, p in (*lm.named_parameters(), *lm.named_buffers()):
         first, rows = 0, p.detach()
@@ -157,9 +172,11 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """Returns {parameter or buffer: its name in the files}; it reads the headers of the files
-    alone. lm: a model that is not sharded. Raises a SettingsError if the files lack a tensor, or
-    have one that the model does not take.
+    """Compares a model with the headers of its files → {name of `tensors`: its name in the files}.
+
+    lm: a model that is not sharded. Values are read only of a tied head that was saved all the
+    same. SettingsError: the files lack a tensor, have one twice or in another shape, or have one
+    that the model does not take.
     """
     shapes, homes = {}, {}
     for path in weight_files(folder):
@@ -177,14 +194,14 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
     for name, tensor, _ in tensors(lm):
         tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
                  name.replace("lm_head", "embed_out"),  # GPT-NeoX
-                 name.replace(".language_model", ""))  # in older files
+                 name.replace(".language_model", ""))  # the name in older files
         found[name] = next((other for other in tries if other in shapes), name)
         if (there := shapes.get(found[name])) != [*tensor.shape]:
             raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
                                 f"{[*tensor.shape]}; the *.safetensors have {there or 'none'}.")
     ignored = "|".join([*lm._keys_to_ignore_on_load_unexpected, *BUFFERS])
     for name in sorted(shapes.keys() - found.values()):
-        twin = found.get(lm.all_tied_weights_keys.get(name))  # of a head that is tied, yet saved
+        twin = found.get(lm.all_tied_weights_keys.get(name))  # of a tied head that was saved
         if not twin and re.search(ignored, name):
             continue
         why = "which is not of the model. Would work: the config.json of these weights"
@@ -200,9 +217,9 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 
 def load(lm, names: dict[str, str], folder: str):
-    """Fills a sharded model from the files, and converts dtypes. Each rank reads its own rows.
-    names: of `names_in_files`; what is not there, such as a critic's head, stays as it is.
-    """
+    """Fills a sharded model in place from the files, and converts to its dtypes. Each rank reads
+    its own rows alone. names: what `names_in_files` returned. A parameter that is not in it is in
+    no file, and stays as it is."""
     wanted = {names[name]: (first, rows) for name, rows, first in tensors(lm) if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:

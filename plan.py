@@ -1,6 +1,11 @@
 """plan.py: memory and sizes of a step, from the settings alone, and what is wrong there.
 
-docs/use/memory_and_machines.md has most of the formulas in words.
+It loads no weights and needs no GPU, so --plan answers in seconds how many micro-batches a step has
+and whether it fits into memory. Before a run, the same code refuses settings that cannot work.
+
+Top to bottom: Phase and Plan have the sizes, `problems` collects the sentences of all rules, and
+Memory has a formula in bytes for each part of a rank's memory. docs/use/memory_and_machines.md has
+most of the formulas in words.
 """
 import math
 from dataclasses import dataclass, replace
@@ -51,7 +56,7 @@ class PlanArgs(Flags):
 
 
 def budgets(args) -> dict[str, int]:
-    """Returns {flag: tokens of a micro-batch} of the flags that set one."""
+    """Returns {flag: tokens} of the flags that limit the tokens of a micro-batch."""
     return {name: value for name, value in values_of(args).items()
             if name.endswith(("update_tokens", "score_tokens"))}
 
@@ -62,12 +67,13 @@ def ceil_div(n: int, size: int) -> int:
 
 
 def count(n: int, word: str) -> str:
-    """Returns a number with its word: 1 row, or 2 rows."""
+    """Writes a number with its word: "1 row", "2 rows"."""
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
 def spread(n: int, parts: int) -> str:
-    """Returns the size of each of `parts` parts of n as text: 64, or 85 or 86."""
+    """Writes the size of each part if n items are split into so many parts: "64", or "85 or 86" if
+    they do not divide evenly."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
@@ -76,22 +82,25 @@ def spread(n: int, parts: int) -> str:
 
 @dataclass
 class Phase:
-    """A model's pass over completions, where every sequence is the longest possible."""
+    """A model's pass over completions, if every sequence has the longest possible length. From the
+    fields it computes the sizes of the micro-batches."""
     name: str
     rows: int  # completions of all ranks
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # copies of keys that attention makes for a token, on average: see Plan.phases
+    keys: int  # copies of keys that attention makes for a token, on average (Plan.phases)
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        # Rows of padding, a micro-batch each, where there are fewer rows than micro-batches.
+        # All ranks have equally many micro-batches. If there are fewer rows, each other one is a
+        # row of padding.
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
+        """Writes the phase as a line of --plan."""
         text = (f"{self.rows:,} completions, {spread(self.rows, self.ranks)} a rank, in at most "
                 f"{count(self.micros, 'round')} of {self.width} x {self.longest:,} tokens (budget "
                 f"{self.budget:,})")
@@ -100,7 +109,7 @@ class Phase:
 
 @dataclass
 class Plan:
-    """The sizes of a step. None: a size is not known."""
+    """The sizes of a step. A field that is None is not known yet."""
     args: object
     ranks: int
     n_rows: int | None  # prompts in --data
@@ -117,16 +126,15 @@ class Plan:
         self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
-        ask("sizes", self)  # parts may change some
+        ask("sizes", self)  # parts may change some of them
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
             most = max(most, self.in_flight * a.group)
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
-        """Returns the passes over a batch of so many prompts. Of several sizes of one phase the
-        largest comes first.
-        """
+        """Returns the passes over a batch of so many prompts. If a pass has several sizes, as
+        uneven minibatches do, the largest one comes first."""
         a, critic, rows, passes = self.args, self.args.critic_args, prompts * self.args.group, []
         parts = sorted({ceil_div(rows, a.minibatches), rows // a.minibatches}, reverse=True)
         if not a.eval_args.eval_only:
@@ -137,7 +145,7 @@ class Plan:
                 passes.append(("score", rows, a.score_tokens))
             if critic:
                 passes.append(("critic score", rows, critic.critic_score_tokens))
-        if self.n_eval and not a.needs_rollouts:  # rows have their completions
+        if self.n_eval and not a.needs_rollouts:  # the rows have their completions already
             passes.append(("score", self.n_eval, a.score_tokens))
         # Completions share their prompt's tokens, but each copies the prompt's keys for its
         # attention: on average less than group + 1 a token. batch.cut allows KEYS a token.
@@ -145,7 +153,8 @@ class Plan:
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
     def text(self, short: bool = False) -> str:
-        """Returns what --plan prints. short: without the lines that are indented by four."""
+        """Returns what --plan prints. With `short` the lines that are indented by four are left
+        out, such as the table of memory."""
         a, samples = self.args, self.args.eval_args.eval_samples
         lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {self.step()}"]
         if not a.eval_args.eval_only:
@@ -161,7 +170,7 @@ class Plan:
         return "\n".join(x for x in lines if not short or not x.startswith("    "))
 
     def step(self) -> str:
-        """Returns the line that says what one step trains on."""
+        """Writes what one step trains on: prompts, completions and optimizer steps."""
         a, prompts = self.args, self.batches[0]
         if a.eval_args.eval_only:
             return f"an evaluation of {count(self.n_eval, 'row')}, and no training"
@@ -173,7 +182,8 @@ class Plan:
         return text
 
     def training(self):
-        """Yields the lines that say what is trained, and what the engines are asked for."""
+        """Yields the lines of --plan that say what is trained, on which data, and how many requests
+        each engine gets."""
         a, prompts = self.args, self.batches[0]
         yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
         if self.n_rows:
@@ -188,7 +198,7 @@ class Plan:
             yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
-        """Returns how often a run keeps a checkpoint, and how many bytes that takes."""
+        """Writes how often a run saves a checkpoint, and how many of which size it keeps."""
         every, keep = save_every(self.args), self.args.run_args.keep
         if self.args.eval_args.eval_only:
             return "nothing (--eval_only)"
@@ -202,14 +212,14 @@ class Plan:
 
 def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
              local_size: int | None = None) -> list[str]:
-    """Returns a sentence for each rule that the settings break: the range of a flag (settings.py),
-    a flag that does nothing, and rules of several flags, which `rules` of their dataclass yields.
-    The other arguments: see Plan.
-    """
+    """Returns a sentence for each rule that the settings break: the range of each flag (the types
+    in settings.py), and the rules of several flags, which `rules` of their dataclass yields. A flag
+    that is out of its range has its default while the other rules are checked. The other arguments
+    are the fields of Plan."""
     wrong, default = {}, values_of(type(args)())
     for group in groups(args):
         wrong |= outside(group)
-    # The others see the default in the place of a wrong value.
+    # The other rules see the default in the place of a wrong value: one mistake, one sentence.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
     values = values_of(usable)
@@ -224,23 +234,25 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 # ---- memory ----
 #
 # c: bytes of a number in the computation (--dtype). m: bytes of a trained weight, of its gradient,
-# and of each of its two moments. Each formula is an upper bound of what was measured, and at most a
-# third above it (tests/test_memory_tracker.py).
+# and of each of its two moments in AdamW. Each formula is an upper bound of what was measured, and
+# at most a third above it (tests/test_memory_tracker.py).
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
-GRAPHS = 1.0 * GIB  # of the engine
-CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
+GRAPHS = 1.0 * GIB  # the engine's CUDA graphs
+CPU_CACHE = 1.0 * GIB  # the most that an engine without a GPU takes for its cache by default
 SCORE_HEAD, UPDATE_HEAD = 2, 5  # float32 matrices (chunk, vocabulary), without and with backward
 
 
 class Memory:
-    """The memory of a rank, by parts.
+    """The memory of a rank, as a sum of parts in bytes.
 
-    card: bytes of its GPU; None: it has none, and may use `free` bytes of the machine. parts:
-    {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both. cache:
-    bytes of the engine's cache, which `holds` so many of the longest sequences. fits: whether the
-    larger sum leaves 3 % to spare, and the cache holds a sequence.
+    card: bytes of its GPU. None: it has no GPU, and may use `free` bytes of the machine's memory.
+
+    parts: {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: the two
+    sums over all parts. cache: bytes of the engine's key-value cache, which has room for `holds`
+    sequences of the longest length. fits: whether both sums leave 3 % of the memory to spare, and
+    the cache holds a sequence.
     """
 
     def __init__(self, plan: Plan, shape: Shape, card: float | None, free: float = 0.0):
@@ -255,24 +267,23 @@ class Memory:
                       "engine": self.engine() if self.args.needs_engine else (0.0, 0.0)}
         self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
         cached = self.holds > 0 or not self.args.needs_engine
-        self.fits = max(self.sums) <= 0.97 * self.room and cached  # 3 % to spare
+        self.fits = max(self.sums) <= 0.97 * self.room and cached  # 3 % must be to spare
 
     # ---- weights ----
 
     @property
     def trained(self) -> int:
-        """The number of parameters of the policy that are trained."""
+        """The number of the policy's parameters that are trained."""
         return 0 if self.args.eval_args.eval_only else self.shape.params
 
     @property
     def checkpoint(self) -> float:
-        """The bytes of a checkpoint: weights and two moments of each model that is trained."""
+        """Bytes of a checkpoint: weights and AdamW's two moments of each model that is trained."""
         return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
 
     def shards(self) -> float:
-        """Returns the number of ranks that share the weights: a rank keeps 1 / shards of them. It
-        is infinite where the GPU keeps none.
-        """
+        """Returns the number of ranks that share a copy of the weights: a rank keeps 1 / shards of
+        them. It is infinite with --cpu_offload, because then the GPU keeps none."""
         own = self.args.model_args
         return math.inf if self.card and own.cpu_offload else own.shard_size or self.plan.ranks
 
@@ -285,13 +296,14 @@ class Memory:
         return self.c * (self.shape.reference or self.shape).params
 
     def models(self) -> dict[str, tuple[float, float]]:
-        """Returns the parts that are weights, and what their training keeps."""
+        """Returns the parts for weights and for what their training keeps: gradients and AdamW's
+        moments."""
         args, shards = self.args, self.shards()
         weights, gradients = self.weights() / shards, self.m * self.trained / shards
         critic = weights + 3 * gradients if args.critic_args else 0.0  # it has all of these too
         reference = self.reference() / shards if args.needs_reference else 0.0
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
-        reference = 0.0 if "reference" in away else reference  # it stays there
+        reference = 0.0 if "reference" in away else reference  # it stays on the host
         return {"weights": (0.0 if "params" in away else weights, weights),
                 "gradients": (0.0, gradients),
                 "moments": (0.0 if "optimizer" in away else 2 * gradients, 2 * gradients),
@@ -300,60 +312,61 @@ class Memory:
     # ---- a micro-batch ----
 
     def passes(self) -> dict[str, tuple[float, float]]:
-        """Returns the parts that are the largest micro-batch and the largest chunk of logits."""
+        """Returns the parts for the largest micro-batch and the largest chunk of logits among all
+        phases."""
         found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
         micro, logits = (max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
         return {"micro-batch": (0.0, micro), "logits": (0.0, logits)}
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
-        """Returns the bytes of a phase's largest micro-batch: (layers and what FSDP gathers for
-        them, logits).
-        """
+        """Returns the bytes of a phase's largest micro-batch: (layers and the weights that FSDP
+        gathers for them, logits). A critic has no logits."""
         tokens, shape, args = phase.tokens, self.shape, self.args
         critic, update = phase.name.startswith("critic"), phase.name.endswith("update")
         if phase.name == "score" and shape.reference and shape.reference.params > shape.params:
-            shape = shape.reference  # it scores too
-        layers = self.gathered(shape, critic, update) + tokens * self.of_token(shape, phase, update)
-        if critic:  # its head has one column
-            return layers, 0.0
+            shape = shape.reference  # it scores too, and is the larger one
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
         copies = UPDATE_HEAD if update else SCORE_HEAD
-        return layers, copies * 4 * min(tokens, chunk) * shape.vocab
+        logits = copies * 4 * min(tokens, chunk) * shape.vocab
+        if critic:  # its head has one column
+            logits = 0.0
+        work = tokens * self.of_token(shape, phase, update)
+        if not update:  # it never holds a layer's work and logits at once, but the sum adds both
+            work = max(work - logits, tokens * 8 * self.c * shape.hidden)
+        return self.gathered(shape, critic, update) + work, logits
 
     def gathered(self, shape: Shape, critic: bool, update: bool) -> float:
         """Returns the bytes of the weights that FSDP holds whole: the root, its own shard cast to
-        --dtype, and two layers, this one and the next; in an update also the gradients that it
-        sums.
-        """
+        --dtype, and two layers, this one and the next. In an update it also has the gradients that
+        it sums."""
         root = shape.vocab * shape.hidden if critic else shape.root
         weights = self.c * (root + root / self.shards() + 2 * shape.layer)
         return weights + (self.gradient_sum(root) if update else 0.0)
 
     def gradient_sum(self, root: int) -> float:
         """Returns the bytes of the gradients that FSDP sums at once: those of a layer, and before
-        it the root's.
-        """
+        it those of the root, of which `root` is the number of parameters."""
         return self.m * self.shape.layer + self.c * root
 
     def of_token(self, shape: Shape, phase: Phase, update: bool) -> float:
-        """Returns the bytes of a token: what the layers keep for backward, and the work of one of
-        them.
-        """
+        """Returns the bytes for one token of a micro-batch: what the layers keep for the backward
+        pass, and the work of the layer that is being computed."""
         layer, vector = self.layer(shape, phase.keys), self.c * shape.hidden
-        beside = 8 * vector  # between and after the layers
-        mlp = 4 * self.c * shape.wide  # its four activations
+        beside = 8 * vector  # what is computed between and after the layers
+        mlp = 4 * self.c * shape.wide  # the four activations of an MLP
         if not update:  # a layer's MLP comes after the rest of it is freed
             return max(mlp, layer - mlp) + beside
         kept = shape.layers * layer
         if self.args.model_args.checkpointing:  # each layer keeps its input, one is computed again
             kept = shape.layers * vector + layer
-        return kept + mlp / 2 + beside  # gradients of two of the four
+        return kept + mlp / 2 + beside  # mlp / 2: gradients of two of the four
 
     def layer(self, shape: Shape, keys: int) -> float:
-        """Returns the bytes of a token that one layer keeps for backward. keys: see Phase."""
+        """Returns the bytes that one layer keeps for the backward pass, for each token. keys is the
+        field of Phase: how many copies of keys attention makes for a token."""
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         norms = (8 + 4 * self.c) * shape.hidden + (4 + self.c) * (q + kv)
-        attention = self.c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
+        attention = self.c * (q + 2 * q / EVEN + 2 * kv * keys)  # 1 / EVEN: the padding
         return norms + attention + 4 * self.c * shape.wide
 
     # ---- the engine ----
@@ -363,17 +376,15 @@ class Memory:
         return self.c * self.shape.params / self.args.engine_args.tp
 
     def engine_work(self, tokens: int, seqs: int) -> float:
-        """Returns the bytes of a forward of the engine. tokens: of prompts in one pass. seqs:
-        completions at once.
-        """
+        """Returns the bytes of a forward pass of the engine. tokens: of prompts in one pass. seqs:
+        completions at once."""
         tp, shape = self.args.engine_args.tp, self.shape
         logits = 3 * 4 * seqs * shape.vocab  # three copies in float32
         return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits
 
     def engine(self) -> tuple[float, float]:
-        """Returns the bytes of the engine while it samples, and while it sleeps. It sets `cache`
-        and `holds`.
-        """
+        """Returns the bytes of the engine: (while it samples, while it sleeps and the trainer
+        learns). It sets `cache` and `holds`."""
         e, shape, card = self.args.engine_args, self.shape, self.card
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
@@ -386,12 +397,12 @@ class Memory:
             self.cache = e.kv_cache_gb * GIB
         elif card:
             self.cache = max(0.0, e.gpu_memory_utilization * card - fixed)
-        else:  # what one call can use, and one sequence at least
+        else:  # what one call can use, and room for one sequence at least
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
         self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM keeps a block
-        # A sync holds the largest weight, the embedding, four times. An engine that slept has no
-        # cache yet.
+        # A sync of weights holds the largest one, the embedding, four times. An engine that slept
+        # has no cache during the sync, so the larger of the two counts.
         sync, sleeps = 4 * self.c * shape.vocab * shape.hidden, card and e.sleep_level
         awake = fixed + (max(self.cache, sync) if sleeps else self.cache + sync)
         return awake, graphs if sleeps else awake
@@ -399,9 +410,8 @@ class Memory:
     # ---- in words ----
 
     def sentence(self) -> str:
-        """Returns a sentence: that it fits, or what does not, with the first change of memory and
-        time alone that would help.
-        """
+        """Says in a sentence that the run fits; or what does not, and the first change that helps
+        among those that cost time alone and change no number."""
         column = self.sums.index(max(self.sums))
         when, total = ("rollout", "training")[column], self.sums[column] / GIB
         whose = "per GPU" if self.card else "free per rank"
@@ -424,7 +434,7 @@ class Memory:
                 f"{self.parts[part][column] / GIB:.1f} GiB. {works}")
 
     def text(self) -> str:
-        """Returns the sentence, and the table of all parts."""
+        """Returns the lines of --plan about memory: the sentence, and the table of the parts."""
         if not self.shape.fused:
             return "  memory     no plan: attention is not fused in this model"
         rows = {"GiB": ("rollout", "training")} | {

@@ -1,7 +1,15 @@
 """rollout.py: the colocated vLLM engine: new weights go in, completions come out.
 
-Each rank runs an engine in its own process. With --tp K, K neighbouring ranks are one engine. Every
-completion is a request with a seed of its own: what is sampled does not depend on the layout.
+Each rank runs an engine in its own process, on the GPU that the trainer uses too. The two take
+turns: `Engine.generating` moves the trainer's tensors away, wakes the engine and gives it the new
+weights; afterwards the engine sleeps. With --tp K, K neighbouring ranks are one engine.
+
+Every completion is a request with a seed of its own, so what is sampled does not depend on the
+number of ranks or on how requests are split over engines.
+
+Top to bottom: the flags, then Engine (weights in: `load`, `take`; completions out: `sample`,
+`complete`, `generate`), then where weights stand in vLLM's model, and what vLLM reads from the
+environment.
 """
 import hashlib
 import logging
@@ -59,23 +67,23 @@ class EngineArgs(Flags):
 
 
 class Request(NamedTuple):
+    """One completion to generate."""
     prompt_ids: list[int]
     seed: int
-    room: int | None = None  # tokens at most; None: --max_tokens
-    row: Row | None = None  # of the prompt, as it stands in the data
+    room: int | None = None  # the most tokens to generate; None: --max_tokens
+    row: Row | None = None  # the prompt's row of the data, which parts read
 
 
 def hash_seed(*parts: int | str) -> int:
-    """Returns a seed of 63 bits. Neighbouring seeds, as vLLM's `n=k` takes them (seed + i), would
-    share streams of random numbers.
-    """
+    """Hashes its arguments to a seed of 63 bits. A hash is needed because neighbouring seeds, as
+    vLLM's `n=k` makes them (seed + i), would share random streams."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Engine:
-    """vLLM, in this process. All ranks must build one (a collective).
+    """vLLM in this process. All ranks must build it together (a collective).
 
-    run: run.Run with its models, which share the GPU with the engine.
+    run is the run.Run with its models, which share the GPU with the engine.
     """
 
     def __init__(self, run):
@@ -89,16 +97,16 @@ class Engine:
                         if isinstance(it, Trained)]
         self.tokenizer, self.eos_ids = inputs.tokenizer, inputs.ends
         self.text = reader(self.tokenizer, self.eos_ids) if self.tokenizer else None  # ids → str
-        self.metrics: dict[str, float] = {}  # of the last `sample`
+        self.metrics: dict[str, float] = {}  # of the last `sample`; parts write them
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False
-        self.places = None  # {name of a weight: the engine's tensor}; {}: only its loader knows
+        self.places = None  # {name of a weight: the engine's tensor}; {}: its loader alone knows
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
-        self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's own
-        self.sleep_level = args.sleep_level if self.on_gpu else 0  # on CPU vLLM has no sleep mode
+        self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's progress bar
+        self.sleep_level = args.sleep_level if self.on_gpu else 0  # vLLM has no sleep mode on CPU
         if self.on_gpu:
-            self.make_room()  # vLLM measures what is free
+            self.make_room()  # LLM() measures how much memory is free
         threads = torch.get_num_threads()
         self.llm = LLM(
             inputs.source, tokenizer=inputs.source,
@@ -112,25 +120,25 @@ class Engine:
             gpu_memory_utilization=args.gpu_memory_utilization,
             # None: --gpu_memory_utilization decides
             kv_cache_memory_bytes=int(inputs.kv_cache) or None, **self.options(max_len))
-        if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
+        if self.on_gpu:  # LLM() leaves one thread, with which --cpu_offload's AdamW is slow
             torch.set_num_threads(threads)
 
     def options(self, max_len: int) -> dict:
-        """Returns more arguments of vLLM's LLM, which depend on GPU or CPU. max_len: tokens of the
-        longest sequence.
-        """
+        """Returns those arguments of vLLM.LLM that differ between GPU and CPU. max_len is the
+        longest sequence, in tokens."""
         if self.on_gpu:
             return {"enforce_eager": self.args.eager,
                     "max_num_seqs": self.args.max_num_seqs or None}
-        # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
-        # CPU in any call of more than 4,096 prompt tokens.
+        # With chunked prefill vLLM computes prompts in parts and rewinds their random generators,
+        # which fails on CPU in any call of more than 4,096 prompt tokens.
         return {"enforce_eager": True, "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(4096, max_len),
                 "max_num_seqs": engine_limits(self.args, None)[1]}
 
     @contextmanager
     def generating(self, policy: Policy):
-        """A context in which the engine has the policy's weights and the GPU."""
+        """A context in which the engine has the GPU and the policy's weights. On leaving it, the
+        trainer has the GPU back. All ranks must enter it (a collective)."""
         with self.log.time("sync"):
             if self.on_gpu:
                 self.make_room()
@@ -140,16 +148,16 @@ class Engine:
             self.sleep()
 
     def make_room(self) -> None:
-        """Moves the trainer's models off the GPU, where --offload says so, and frees what torch
-        keeps.
-        """
+        """Moves the trainer's tensors that --offload names to the host, and frees what torch caches
+        of the GPU, so that the engine can use it."""
         for model in self.trained:
             model.move(torch.device("cpu"))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
 
     def sleep(self) -> None:
-        """Frees the engine's memory on the GPU and moves the trainer's models back."""
+        """Puts the engine to sleep, as --sleep_level says, and moves the trainer's tensors back to
+        the GPU."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
@@ -163,10 +171,9 @@ class Engine:
 
     @contextmanager
     def changing(self):
-        """A context in which the engine gets new weights. Afterwards it is awake, and its cache is
-        empty.
-        """
-        if self.asleep:  # weights and cache at once is the classic out-of-memory
+        """A context in which the engine gets new weights. It wakes the engine's weights first;
+        afterwards the engine has its key-value cache too, and no prefix in it."""
+        if self.asleep:  # waking weights and cache at once is the classic out-of-memory
             self.llm.wake_up(tags=["weights"])
         yield
         if self.asleep:
@@ -176,15 +183,16 @@ class Engine:
 
     def forget(self) -> None:
         """Clears the prefix cache, which was computed with other weights: log-probs after an old
-        prefix would be wrong by 0.5 nats. Raises a RuntimeError if vLLM could not.
-        """
+        prefix would be wrong by 0.5 nats. RuntimeError: vLLM could not clear it."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
-        """Brings new weights, (name, tensor) each, into the engine's tensors. vLLM's loader does
-        it; on a CPU from the second time on they are copied to the places that the loader chose, if
-        `find_places` sees them all. All ranks must call it (a collective).
+        """Copies new weights, an iterator of (name, tensor), into the engine's tensors.
+
+        vLLM's loader does this. On a CPU, from the second time on, they are copied straight to the
+        places that the loader chose, if `find_places` found all of these. All ranks must call it (a
+        collective).
         """
         if self.places:
             for name, tensor in weights:
@@ -196,23 +204,22 @@ class Engine:
             weights = digested(weights, digests)
         # All in one call: vLLM fuses layers, and a part of a fused layer would leave wrong ones.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        deque(weights, maxlen=0)  # a collective: every rank must use it up
+        deque(weights, maxlen=0)  # `weights` is a collective: every rank must use it up
         if self.places is None and not self.on_gpu:
             self.places, = self.llm.apply_model(partial(find_places, digests=digests))
 
     def finish_loading(self, model) -> None:
-        """Computes what vLLM derives from weights that have come, such as a packed copy of the
-        head.
-        """
+        """Runs what vLLM computes from new weights, such as a packed copy of the head. model is
+        vLLM's."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
         process_weights_after_loading(model, self.llm.model_config, self.world.device)
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """Samples `group` completions of each prompt and returns them in request order, on every
-        rank. Each has a seed of its own. Texts and scores come later (rewards.py). All ranks must
-        call it (a collective).
-        """
+        """Samples `group` completions of each prompt → the samples of all ranks, in request order,
+        the same list on every rank. Their texts and scores are filled in later
+        (rewards.score_samples). `purpose` goes into the seeds: an evaluation draws from other
+        random streams than training. All ranks must call it (a collective)."""
         owners = [prompt for prompt in prompts for _ in range(group)]
         requests = []
         for i, p in enumerate(owners):
@@ -224,9 +231,8 @@ class Engine:
         return [Sample(*one) for one in zip(owners, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """Returns a completion of each request, on every rank. The engines divide the requests
-        among them. All ranks must call it (a collective).
-        """
+        """Returns one completion of each request, in order, the same list on every rank. Each
+        engine generates its share of them. All ranks must call it (a collective)."""
         engine, place = divmod(self.world.rank, self.args.tp)
         mine = requests[share(len(requests), self.engines, engine)]
         mine = self.generate(mine, temperature)
@@ -234,16 +240,14 @@ class Engine:
         return self.world.gather(mine[share(len(mine), self.args.tp, place)])
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """Returns a completion of each request by this rank's engine, with the log-probs of the
-        sampling distribution in nats.
-        """
+        """Generates a completion of each request on this engine. Their log-probs are in nats, of
+        the distribution that was sampled from (after the temperature)."""
         found = self.outputs(requests, temperature) if requests else []
         return [self.completion(output.outputs[0]) for output in found]
 
     def outputs(self, requests: list[Request], temperature: float, **options) -> list:
-        """Generates with vLLM and returns its RequestOutput objects, one a request, in request
-        order.
-        """
+        """Runs vLLM on the requests → its RequestOutput objects, in the order of the requests.
+        `options` are more arguments of vLLM's generate."""
         from vllm import SamplingParams
         params = [SamplingParams(**self.sampling(r, temperature)) for r in requests]
         return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
@@ -257,13 +261,13 @@ class Engine:
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
     def prompts(self, requests: list[Request]) -> list[dict]:
-        """Returns the prompts of the requests in the form that vLLM takes."""
+        """Returns the prompts of the requests in the form that vLLM's generate takes. A part may
+        add to them."""
         return [{"prompt_token_ids": request.prompt_ids} for request in requests]
 
     def completion(self, output) -> Completion:
-        """Returns a Completion of vLLM's CompletionOutput. Raises a RuntimeError if log-probs are
-        missing or not finite.
-        """
+        """Makes a Completion of vLLM's CompletionOutput. RuntimeError: its log-probs are missing or
+        not finite."""
         ids = np.asarray(output.token_ids, dtype=np.int32)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
@@ -272,32 +276,34 @@ class Engine:
         return Completion(ids, logprobs, output.finish_reason == "length")
 
     def close(self) -> None:
-        """Ends the engine and the process group. It is the last call of a run."""
-        self.world.barrier()  # else FSDP's threads may abort
+        """Shuts the engine and the process group down. It must be the last call of a run. All ranks
+        must call it (a collective)."""
+        self.world.barrier()  # without it FSDP's threads may abort
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def digest(tensor: torch.Tensor) -> tuple:
-    """Returns the shape of a tensor and a hash of its bytes: tensors with equal digests are equal
-    to the last bit.
-    """
+    """Returns the shape and a hash of the bytes of a tensor on the host. Two tensors with one
+    digest are equal to the last bit."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return tuple(tensor.shape), hashlib.blake2b(data).digest()
 
 
 def digested(weights: Iterator, digests: dict[str, tuple]) -> Iterator:
-    """Yields the same weights, and keeps the digest of each as it passes."""
+    """Yields the same weights, and writes the digest of each into `digests` as it passes."""
     for name, tensor in weights:
         digests[name] = digest(tensor)
         yield name, tensor
 
 
 def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
-    """Finds in vLLM's model where each loaded weight stands → {name: a parameter, or some of its
-    rows}. It is empty if some weight or some parameter is not found bit for bit, because it is cut
-    over ranks, transposed, scaled or packed.
+    """Finds where each loaded weight is stored in vLLM's model → {name: a parameter, or a view of
+    some of its rows}.
+
+    `digests` has the weights by name. The result is {} if some weight, or some parameter, is not
+    found bit for bit, because vLLM cut it over ranks, transposed, scaled or packed it.
     """
     packed, places = getattr(model, "packed_modules_mapping", {}), {}
     for whole, parameter in model.named_parameters(remove_duplicate=False):
@@ -315,17 +321,18 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
 
 
 def engine_limits(args, card) -> tuple[int, int]:
-    """Returns (prompt tokens in one pass, completions at once): by default those that vLLM's
-    get_batch_defaults has for a card of so many bytes.
-    """
+    """Returns (prompt tokens that one pass computes, completions that are generated at once). The
+    defaults are those of vLLM's get_batch_defaults for a GPU of `card` bytes; card is None on a
+    CPU."""
     tokens, seqs = 8192, 256
-    if card and card >= 70 * 2**30:  # of an A100 it is less
+    if card and card >= 70 * 2**30:  # for an A100 vLLM's default is less
         tokens, seqs = 16384, 1024
     return tokens, args.max_num_seqs or seqs
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
-    """What vLLM reads when it is imported, and one repair on CPU."""
+    """Sets the environment variables that vLLM reads when it is imported, unless they are set
+    already, silences a few warnings, and on a CPU repairs two things in vLLM."""
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
@@ -336,7 +343,7 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning,
                             message="`torch.distributed.reduce_op` is deprecated")
-    for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has no Triton
+    for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has none
         logging.getLogger(name).setLevel(logging.ERROR)
     if not gpu:
         # vLLM would pack each linear layer anew at each sync, and drop the weights into which
@@ -345,10 +352,12 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         from vllm.model_executor.layers.linear import LinearBase
         LinearBase._cpu_skip_gemm_dispatch = True
     if not gpu and args.tp > 1:
-        # By gloo: vLLM leaves its shared memory behind, and the next run fails on it ("errno: 17").
+        # Ranks talk by gloo: vLLM leaves its shared memory behind, and the next run fails on it
+        # ("errno: 17").
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         def never(self) -> bool:
+            """Replaces vLLM's choice of shared memory: it is never used."""
             return False
 
         CpuCommunicator._all_group_ranks_share_shm_group_name = never

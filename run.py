@@ -1,4 +1,10 @@
-"""run.py: set-up, and what stands between the steps: evaluation, samples, saving, the end."""
+"""run.py: set-up, and what stands between the steps: evaluation, samples, saving, the end.
+
+`set_up` is read first: its five numbered parts join the ranks, check flags and files, find the
+checkpoint, open the run's folder, and load models and engine. It returns a Run, which a loop such
+as `train` in grpo.py uses between its steps. What can fail because of the settings fails before
+weights load, on all ranks together.
+"""
 import os
 import shlex
 import sys
@@ -29,13 +35,12 @@ from settings import save_every, values_of
 def set_up(args, kind=None) -> "Run":
     """Joins the ranks, checks everything, opens the folder, loads the models and resumes → the Run
     that a loop needs. kind: the class of the Run, if a script has its own. All ranks must call it
-    (a collective).
-    """
+    (a collective)."""
     # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
     began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
-    # 2. Check flags and files. Machines have their own: compare them.
+    # 2. Check flags and files. Each machine has its own files, so compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)
     flags, facts = values_of(args), checkpoint.facts(args, inputs, world)
@@ -72,10 +77,9 @@ def set_up(args, kind=None) -> "Run":
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
-    """Opens the run's folder: from here on only this run writes it. start: steps that are done.
-    kept: what args.json gets. Raises a SettingsError if checkpoints are wanted and a machine does
-    not see the folder. All ranks must call it (a collective).
-    """
+    """Opens the run's folder, which from here on only this run writes. start: steps that are done.
+    kept: what args.json gets. SettingsError: checkpoints are wanted, and some machine does not see
+    the folder. All ranks must call it (a collective)."""
     world, every, folder = run_log.world, save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
@@ -85,9 +89,8 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 
 def again(world: dist.World, name: str) -> str:
-    """Returns the command that goes on with this run, whose flags are in args.json. run.sh sets
-    STARTED_AS.
-    """
+    """Returns the command that goes on with this run, whose flags are in args.json. If run.sh
+    started the run, STARTED_AS has the command."""
     named = f"--name {shlex.quote(name)}"
     if started := os.environ.get("STARTED_AS"):
         return f"{started} {named}"
@@ -101,9 +104,9 @@ def again(world: dist.World, name: str) -> str:
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
-    """Builds the Run and all that it holds: reward workers, models, engine. A resumed one is as its
-    checkpoint has it. All ranks must call it (a collective).
-    """
+    """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
+    `saved` they continue from it. At the end the policies are compared (same_policy.py). All ranks
+    must call it (a collective)."""
     pool = extended("pool", rewards.Pool, args, inputs.waits)
     scorer = pool(list(args.reward), args)  # its processes start now
     scorer.progress["max_steps"] = args.steps
@@ -126,15 +129,16 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 
 def build_models(args, world: dist.World, inputs: Inputs):
-    """Builds (policy, reference, critic). None: the run has none. All ranks must call it (a
-    collective).
-    """
+    """Builds (policy, reference, critic). One is None if the run needs none. All ranks must call it
+    (a collective)."""
     def made(folder: str, trained: bool, kind: str = "policy", module: str = "logprob_model"):
+        """Builds one model from a folder, in the classes that parts extended."""
         kinds = model.kinds(args, config_of(folder), trained)
         weights = model.build(getattr(kinds, module), folder, world, args, trained)
         return getattr(kinds, kind)(weights, world, args)
 
     def reference():
+        """Builds the reference model from its files."""
         return made(inputs.reference or inputs.source, False)
 
     policy, critic = made(inputs.source, True), None
@@ -147,21 +151,21 @@ def build_models(args, world: dist.World, inputs: Inputs):
 
 @dataclass
 class Run:
-    """What a loop works with, and what stands between its steps."""
+    """What a loop works with, and what it calls between its steps."""
     args: CommonArgs
     world: dist.World
     inputs: Inputs
     log: log.Log
-    settings: dict  # of the next checkpoint: a resumed run is compared with them
+    settings: dict  # what the next checkpoint keeps: a resumed run is compared with them
     stream: Stream
     scorer: rewards.Pool
     policy: model.Policy
     reference: object  # a Policy, or what computes log-probs as one does
-    critic: model.Critic | None  # of ppo.py
+    critic: model.Critic | None  # ppo.py alone has one
     engine: Engine | None = None  # None: nothing is sampled
-    stop: dist.Stop | None = None  # --eval_only has none
-    start: int = 0  # steps done
-    kl_coef: float = 0.0  # ppo.py may adapt it
+    stop: dist.Stop | None = None  # the handler of SIGTERM; --eval_only has none
+    start: int = 0  # steps that were done before
+    kl_coef: float = 0.0  # β of the KL in the reward; ppo.py may adapt it
 
     def __post_init__(self):
         # What a checkpoint has beside weights: {name: an object with state_dict, load_state_dict}.
@@ -169,7 +173,8 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The number of steps that are done when the loop ends."""
+        """The number of steps that are done when the loop ends. With --eval_only it is `start`, so
+        the loop makes no step."""
         return self.start if self.args.eval_args.eval_only else self.args.steps
 
     @property
@@ -180,13 +185,14 @@ class Run:
 
     @property
     def saves(self) -> set[int]:
-        """The steps after which the loop saves."""
+        """The numbers of steps after which the loop saves: each multiple of --save_every, and the
+        last."""
         steps, every = self.args.steps, save_every(self.args)
         return {*range(0, steps, every), steps} if every else set()
 
     @property
     def trained(self) -> dict[str, model.Trained]:
-        """The models that a checkpoint has, by name."""
+        """The models that a checkpoint has, by name: the policy, and the critic if there is one."""
         models = {"policy": self.policy, "critic": self.critic}
         return {name: it for name, it in models.items() if it}
 
@@ -196,9 +202,8 @@ class Run:
         return model.compute_dtype(self.args.model_args, self.world.device)
 
     def restore(self, saved: checkpoint.Saved):
-        """Goes on from a checkpoint: weights, optimizers, the position in the data. All ranks must
-        call it (a collective).
-        """
+        """Continues from a checkpoint: it loads weights, optimizer states, the position in the data
+        and the KL coefficient. All ranks must call it (a collective)."""
         state = saved.state
         checkpoint.load(saved, self.world, self.trained)
         for name, it in self.stateful.items():
@@ -210,18 +215,17 @@ class Run:
 
     def evaluate(self, step: int):
         """Evaluates --eval_data after `step` steps, and writes the metrics. All ranks must call it
-        (a collective).
-        """
+        (a collective)."""
         self.log.step(step, self.held_out(step))
 
     def held_out(self, step: int) -> dict[str, float]:
-        """Returns the metrics of an evaluation: pass@1 and pass@k. All ranks must call it (a
-        collective).
-        """
+        """Returns the metrics of an evaluation: pass@1 and pass@k. A script without sampling
+        overrides it. All ranks must call it (a collective)."""
         return sampled_metrics(self, step)
 
     def record(self, step: int, samples: list):
-        """Writes the samples of a step to samples/, each --samples_every steps."""
+        """Writes the samples of a step to samples/ and prints three of them: every --samples_every
+        steps, and in the last step."""
         if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
                           decode=self.engine.tokenizer.decode)
@@ -238,7 +242,8 @@ class Run:
     # ---- the end ----
 
     def stopped(self, step: int) -> int:
-        """Ends a run that got SIGTERM and was saved. Returns the exit status."""
+        """Ends a run that got SIGTERM, after its checkpoint was saved → the exit status 75, which
+        means "try again". All ranks must call it (a collective)."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
                      f"{self.world.again}")
         self.close()
@@ -246,8 +251,8 @@ class Run:
 
     def finish(self) -> int:
         """Makes the last evaluation, exports the model and grades the run; then comes what only
-        decorates it. Returns the exit status. All ranks must call it (a collective).
-        """
+        decorates it → the exit status: 1 if a grade was missed, else 0. All ranks must call it (a
+        collective)."""
         missed, flags = False, self.args.run_args
         if self.inputs.eval_rows:
             self.evaluate(self.end)
@@ -278,4 +283,4 @@ class Run:
         if self.engine:
             self.engine.close()
         else:
-            self.world.barrier()  # all end together
+            self.world.barrier()  # no rank ends while others still work

@@ -1,7 +1,10 @@
 """same_policy.py: engine, trainer and transformers are compared before the first step.
 
-Each computes the log-probs of the same few completions. What one of them does not know (a key of
-config.json, a weight that was not loaded, a mask) shows here, and no list of keys is needed.
+Each of the three computes the log-probs of the same few completions. If one of them lacks something
+(a key of config.json, a weight that was not loaded, a mask), the numbers differ and the run ends
+before it learns from a wrong policy. So no list of supported keys is needed.
+
+Read `compare_policies` first. M is the number of sampled tokens in these completions.
 """
 from itertools import cycle, islice
 
@@ -15,17 +18,17 @@ from errors import SettingsError
 from rewards import Score
 from rollout import Request, hash_seed
 
-ROWS, LONGEST, TOKENS = 8, 2, 64  # prompts, of these the longest of all, and tokens after each
-ROUNDINGS, LEAST, MOST = 2, 0.005, 0.15  # the limit in bfloat16: roundings, and nats
+ROWS, LONGEST, TOKENS = 8, 2, 64  # prompts; how many of them are the longest; tokens after each
+ROUNDINGS, LEAST, MOST = 2, 0.005, 0.15  # the limit in bfloat16: its roundings, its range in nats
 OF_ENGINE = "the engine did not take all weights, or lacks what this config.json asks for"
 OF_TRAINER = ("LogprobModel in model.py or attention in batch.py lacks what this model does, or a "
               "row reaches its neighbour")
 
 
 def compare_policies(run):
-    """Compares the log-probs of transformers, trainer and engine before the first step, and of a
-    reference model with files of its own. Raises a SettingsError if they are not one policy; else
-    the run prints how far they are apart. All ranks must call it (a collective).
+    """Compares the policies of transformers, trainer and engine, prints how far they are apart, and
+    raises a SettingsError if they are not one policy. A reference model of other files is compared
+    too. All ranks must call it (a collective).
 
     A gap is the mean over tokens of the absolute difference of log-probs, in nats: rounding moves
     single tokens much, and their mean little.
@@ -46,9 +49,11 @@ def compare_policies(run):
 
 
 def judge(run, gaps: dict[str, float], rounding: float):
-    """Raises a SettingsError if a gap is over the limit, else prints the gaps. gaps, rounding: the
-    largest of all ranks, in nats a token. Without --max_gap the limit in bfloat16 is measured: gaps
-    of right programs are about the rounding (bench/RESULTS.md).
+    """Raises a SettingsError if a gap is above the limit, and prints the gaps otherwise.
+
+    gaps and rounding are in nats a token, the largest of all ranks. The limit is --max_gap, or
+    1e-3. In bfloat16 without --max_gap it is measured: gaps of right programs are about the
+    `rounding` (bench/RESULTS.md), so twice that is allowed.
     """
     given = run.args.run_args.max_gap
     limit = given or 1e-3
@@ -67,9 +72,9 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Returns prompts to compare: the first rows, the longest rows, and one that is so long that
-    only TOKENS more fit. What depends on the length (windows, scaled frequencies) shows there.
-    """
+    """Returns the prompts to compare: of the first rows, of the longest rows, and one made up that
+    leaves room for TOKENS alone. What depends on the length (windows, scaled frequencies) shows in
+    the last one."""
     rows = run.inputs.rows + run.inputs.eval_rows
     longest = sorted(rows, key=lambda row: len(row.prompt_ids))[-LONGEST:]
     rows = rows[:ROWS - len(longest)] + longest
@@ -80,9 +85,9 @@ def prompts_of(run) -> list[Prompt]:
 
 
 def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | None]:
-    """Samples a completion of each prompt with this rank's engine → the samples, and the engine's
-    log-probs (M,). Without an engine the completions are words of prompts, and the second is None.
-    """
+    """Samples a completion of each prompt with this rank's engine → (samples, the engine's
+    log-probs (M,)). Without an engine the completions are words of the last prompt, and there are
+    no log-probs: None."""
     room = min(TOKENS, run.args.max_tokens)
     if run.engine:
         with run.engine.generating(run.policy):
@@ -99,10 +104,9 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
 
 
 def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
-    """Returns the trainer's log-probs of all sampled tokens, (M,). Each row but the longest is
-    computed twice in one packed input, and the second copy counts: it may not look at its
-    neighbour. All ranks must call it (a collective).
-    """
+    """Returns the trainer's log-probs (M,) of all sampled tokens. Each row but the longest is
+    computed twice in one packed input, and the second copy counts: a row that attends to its
+    neighbour by mistake shows here. All ranks must call it (a collective)."""
     found = []
     for sample in samples:
         copies = [sample] if sample is samples[-1] else [sample, sample]
@@ -114,10 +118,10 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
 
 
 def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probs of all sampled tokens by transformers' own forward of each row alone,
-    (M,), and in bfloat16 how far they move when each embedding moves by a rounding: so much right
-    programs may differ. All ranks must call it (a collective).
-    """
+    """Returns the log-probs (M,) of all sampled tokens by transformers' own forward of each row
+    alone, and in bfloat16 how far each moves, (M,), if every number of the embeddings moves by a
+    rounding: two right programs may differ by as much. In other dtypes this is zeros. All ranks
+    must call it (a collective)."""
     heat, device = run.args.temperature, run.world.device
     plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
     if run.dtype != torch.bfloat16:
@@ -129,18 +133,16 @@ def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Ten
 
 
 def off_by_a_rounding(embedding, inputs, x):
-    """A forward hook of the embedding: its numbers move at random by at most half of bfloat16's
-    last place.
-    """
+    """A forward hook of the embedding: it moves each number at random by at most half of bfloat16's
+    last place."""
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) - 0.5
     return (x.float() * (1 + 2**-7 * noise)).to(x.dtype)
 
 
 def plain_logprobs(policy, sample: Sample, heat: float, device):
-    """Returns the log-probs of a sample's tokens by transformers' own forward, (n,). heat: the
-    temperature. All ranks must call it (a collective).
-    """
-    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # one row: as it is
+    """Returns the log-probs (n,) of one sample's tokens by transformers' own forward. heat: the
+    sampling temperature. All ranks must call it (a collective)."""
+    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # a row alone
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
         logits = module.plain_logits(policy.inputs(micro), micro.source)

@@ -57,12 +57,18 @@ def math_gold(answer: str) -> tuple[str, list]:
 
 def parsed(text: str) -> list:
     """What math-verify finds: an expression of sympy, and its text. An equation of numbers is its
-    last number. A percent is a hundredth: of whole numbers math-verify would drop it."""
+    last number. A percent is a hundredth: of whole numbers math-verify would drop it. A float that
+    is whole to 15 digits is that number."""
     from math_verify import grader, parse
+    from sympy import Float, Integer
     text = re.sub(r"(?<![0-9.,])([0-9]+)\s*(?:\\?%|percent\b)", r"\\frac{\1}{100}", text)
     found = parse(text, parsing_timeout=None)
     if found and grader.is_equation(found[0]) and not found[0].free_symbols:
         found[0] = grader.take_last_relation(found[0]).rhs
+    if found and isinstance(found[0], Float) and found[0].is_finite:
+        near = float(f"{float(found[0]):.15g}")  # 12.000000000000002 of Python is 12
+        if near.is_integer():  # math-verify finds a whole number equal to no other float
+            found[0] = Integer(int(near))
     return found
 
 

@@ -26,7 +26,7 @@ def test_log_probs_are_at_least_float32():
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_not_applied(gradient):
     layer = torch.nn.Linear(2, 1)
-    trained = model.Trained(layer, fakes.World(), model.ModelArgs(), model.OptimizerArgs())
+    trained = model.Trained(layer, fakes.World(), fakes.args())
     before = [p.detach().clone() for p in layer.parameters()]
     layer.weight.grad, layer.bias.grad = torch.tensor([[gradient, 1.0]]), torch.ones(1)
     assert not trained.step(0.1) < float("inf") and layer.weight.grad is None
@@ -35,8 +35,8 @@ def test_a_gradient_that_is_not_finite_is_not_applied(gradient):
 
 def test_the_optimizer_uses_the_rate_it_is_given():
     """In another project the rate in the log was not the optimizer's."""
-    layer, optimizer = torch.nn.Linear(3, 1, bias=False), model.OptimizerArgs(betas=(0.0, 0.0))
-    trained = model.Trained(layer, fakes.World(), model.ModelArgs(), optimizer)
+    layer, own = torch.nn.Linear(3, 1, bias=False), fakes.args(betas=(0.0, 0.0))
+    trained = model.Trained(layer, fakes.World(), own)
     before = layer.weight.detach().clone()
     trained.backward(layer(torch.ones(1, 3)).sum())
     trained.step(0.25)  # Adam's first step is lr · sign(gradient)

@@ -14,7 +14,7 @@ import model
 from batch import pack
 from errors import SettingsError
 from examples import tiny
-from house import SCRIPTS, kept, needs
+from house import kept
 from ranks import results
 from settings import changed
 
@@ -147,13 +147,3 @@ def test_other_models_are_refused_in_one_sentence(tmp_path, kind, options, words
     tiny.make_tokenizer().save_pretrained(tmp_path)
     for sentence in refused(tmp_path):
         assert re.search(words, sentence), sentence
-
-
-@needs("states", "sft")
-def test_a_model_with_a_state_is_refused_where_a_run_on_a_cpu_has_an_engine():
-    config = AutoConfig.for_model("qwen3_5_text", vocab_size=320)
-    args = changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64)
-    words = "on a CPU vLLM computes a qwen3_5_text .* Would work: a GPU, or sft.py"
-    assert re.search(words, *inputs.model_limits(args, config, []))
-    args = changed(SCRIPTS["sft"].Args(), max_tokens=64, max_prompt_tokens=64)
-    assert not inputs.model_limits(args, config, [])

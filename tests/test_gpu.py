@@ -12,7 +12,6 @@ import inputs
 import model as head
 import rollout
 from errors import SettingsError
-from house import module
 from plan import GIB
 from settings import changed
 
@@ -63,28 +62,30 @@ def test_the_plan_knows_what_vllm_chooses(gib, expected):
     assert rollout.engine_limits(rollout.EngineArgs(max_num_seqs=5), card)[1] == 5
 
 
-@pytest.mark.parametrize("device, given, passed, part, level", [
-    ("cuda", 0, None, "", 2), ("cuda", 64, 64, "lora", 1), ("cpu", 0, 256, "", 0),
-    ("cpu", 64, 64, "", 0)])
-def test_what_vllm_is_asked_for(device, given, passed, part, level, monkeypatch):
-    """Threads are restored. An engine that keeps its base keeps it asleep."""
-    llm, threads, kind = fakes.without_vllm(monkeypatch), [3], rollout.Engine
-    if part:
-        kind = module("parts.lora.lora").TakingEngine
+def made_engine(monkeypatch, kind, device: str, **flags):
+    """(the engine, what vLLM was asked for): a kind of engine is built on this device."""
+    llm, threads = fakes.without_vllm(monkeypatch), [3]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    more = {"lora_rank": 4} if part else {}
     engine = kind(SimpleNamespace(
-        world=fakes.World(device=device), args=fakes.args(max_num_seqs=given, **more), log=None,
+        world=fakes.World(device=device), args=fakes.args(**flags), log=None,
         policy=SimpleNamespace(layers={"q.weight": None}), reference=None, critic=None,
         dtype=torch.bfloat16, inputs=SimpleNamespace(
             source="folder", tokenizer=None, ends=[], kv_cache=0,
             plan=SimpleNamespace(longest=64))))
-    assert llm.options["max_num_seqs"] == passed and llm.options["enable_prefix_caching"]
     assert threads[-1] == (3 if device == "cuda" else 1)  # on a CPU vLLM has its own threads
-    assert engine.sleep_level == level and llm.options["enable_sleep_mode"] == bool(level)
+    return engine, llm.options
+
+
+@pytest.mark.parametrize("device, given, passed, level", [
+    ("cuda", 0, None, 2), ("cpu", 0, 256, 0), ("cpu", 64, 64, 0)])
+def test_what_vllm_is_asked_for(device, given, passed, level, monkeypatch):
+    """Threads are restored."""
+    engine, options = made_engine(monkeypatch, rollout.Engine, device, max_num_seqs=given)
+    assert options["max_num_seqs"] == passed and options["enable_prefix_caching"]
+    assert engine.sleep_level == level and options["enable_sleep_mode"] == bool(level)
 
 
 def test_an_engine_on_a_gpu_sleeps_between_its_turns(monkeypatch):

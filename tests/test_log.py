@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError

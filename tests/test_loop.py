@@ -13,7 +13,7 @@ import plan
 import ppo
 import probes
 import reference_losses
-from house import kept
+from house import kept, module
 from reference_settings import SCRIPTS, hostile
 from settings import changed
 
@@ -167,6 +167,8 @@ def test_any_two_flags_of_an_update_work_or_are_refused(flag):
         for sample in samples:
             sample.score.parts = dict.fromkeys(
                 [reward.partition(":")[0] for reward in args.reward], sample.score.total)
+            if "reply" in flags:  # its completions have turns
+                sample.completion = module("parts.turns.turns").Turns(**vars(sample.completion))
         metrics = grpo.learn(args, probes.World(), policy, samples, lr=0.0, reference=reference)
         tried += 1
         assert all(math.isfinite(value) for value in metrics.values()), flags

@@ -147,7 +147,8 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                 lora = module("parts.lora.lora")
                 lora.put_in(lm, lora.LoraArgs(rank), torch.float32)
             own = fakes.args(head_chunk=head_chunk)
-            root = (model.ValueModel if critic else model.LogprobModel)(lm, own)
+            kinds = model.kinds(own, lm.config)
+            root = (kinds.value_model if critic else kinds.logprob_model)(lm, own)
             if critic:  # it is on meta until the weights are filled in
                 root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
             root.eval()

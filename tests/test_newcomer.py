@@ -233,17 +233,6 @@ def test_a_reward_is_tried_before_the_engine_starts(place, body, words, status):
     assert any(words in note for note in notes if "made-up" in note) == bool(words)
 
 
-@pytest.mark.skipif(not has("other_systems"), reason="without other_systems")
-def test_another_systems_flag_is_one_sentence():
-    with pytest.raises(SettingsError) as error:
-        flags.parse_words(grpo.Args, "", "--num_generations 8 --lr 1e-3".split())
-    assert str(error.value) == "TRL's --num_generations is --group here."
-    with pytest.raises(SettingsError, match="(?s)2 problems.*--group here.*--bach"):
-        flags.parse_words(grpo.Args, "", "--num_generations 8 --bach 3".split())
-    with pytest.raises(SettingsError, match=r"^Unrecognized options: --nonsense, 3\n"):
-        flags.parse_words(grpo.Args, "", "--nonsense 3".split())
-
-
 STUB = """#!{python}
 import pathlib, sys
 here, words = pathlib.Path("{here}"), sys.argv[1:]

@@ -114,6 +114,10 @@ def test_math_reads_a_box_as_easyr1_does():
     for completion, gold in [(r"\boxed{3 4}", "7"), (r"\boxed{1} so \boxed{48}", "1"), (
             r"\boxed{12", "12"), (r"\boxed{1_234}", "1"), (r"\boxed{1,23}", "1.23")]:
         assert math(completion, gold) == 0, completion
+    for sum_of_floats in "12.000000000000002", "11.999999999999998", "12.0":
+        assert math(rf"\boxed{{{sum_of_floats}}}", "12") == math("It is 12.", sum_of_floats) == 1
+    for close, gold in ("12.0000001", "12"), ("1234567890123.5", "1234567890123"):
+        assert math(rf"\boxed{{{close}}}", gold) == 0, close
     for gold, box in {"√2": r"\sqrt2", "½": "0.5", "1e10": "10^{10}", "1e-05": "0.00001",
                       "18.": "18", "2√3": r"2\sqrt{3}", "5²": "25", "90°": "90", "∞": r"\infty",
                       r"\frac { 15 } { 2 }": "7.5"}.items():

@@ -1,16 +1,13 @@
-"""Other systems' errors, which docs/use/recipes.md answers, and their flags: each command of the
-page ends well and prints the lines below it; its table is the one of the command line."""
+"""Other systems' errors, which docs/use/recipes.md answers: each command of the page ends well and
+prints the lines below it."""
 import re
 
 import pytest
 
 import test_docs
 from examples import tiny
-from house import module, needs
-from test_docs import FLAGS, ROOT, TEXT, blocks, rows
+from test_docs import ROOT, TEXT, blocks
 from test_script import script
-
-other_systems = module("parts.other_systems.other_systems")
 
 PAGE = "docs/use/recipes.md"
 REPORTS = [block.removeprefix("$ ").replace("\\\n", " ") for block in blocks(PAGE)
@@ -38,7 +35,6 @@ def printed(command: str, place) -> str:
     return " ".join(done.stdout.split())
 
 
-@needs("other_systems")
 def test_the_words_of_the_errors_are_on_the_page():
     text = " ".join(TEXT[PAGE].split())
     for words in ("only support equal chunk. Got size of DataProto 2 and chunk 4",
@@ -62,31 +58,3 @@ def test_a_command_of_the_page_runs_and_prints_what_stands_there(report, place):
         assert re.search(r"sum [\d. ]+", half)[0] == re.search(r"sum [\d. ]+", found)[0]
     if "--eval_data" in command:  # it ends after the last, odd batch and the evaluation
         assert "evaluation after 2 steps" in found
-
-
-def test_flags_of_other_systems_are_those_of_the_page():
-    head, _, *body = rows(PAGE, "I come from")
-    page = {(here.replace("`", ""), system.split()[0], name) for here, *cells in body
-            for system, cell in zip(head[1:], cells, strict=True)
-            for name in re.findall("`(.*?)`", cell)}
-    code = {(here, system, name) for here, names in other_systems.OTHERS.items()
-            for system, *known in map(str.split, names.split(", ")) for name in known}
-    assert page == code and len(code) > 20
-    assert {here.split()[0][2:] for here in other_systems.OTHERS} <= FLAGS
-    assert not {name for *_, name in code} & FLAGS
-
-
-@pytest.mark.parametrize("words, sentences", [
-    ("--num_generations 3", ["TRL's --num_generations is --group here."]),
-    ("--num-generations=3", ["TRL's --num-generations is --group here."]),
-    ("--actor_rollout_ref.rollout.n=5",
-     [f"{name}'s --actor_rollout_ref.rollout.n is --group here." for name in ("verl", "EasyR1")]),
-    ("--name beta --group 8 --betas 1", [])])
-def test_a_flag_of_another_system_has_its_name_here(words, sentences):
-    assert other_systems.theirs(words.split())[0] == sentences
-
-
-@needs("other_systems")
-def test_the_command_line_says_so():
-    done = script("--num_generations", "3")
-    assert done.returncode == 2 and "TRL's --num_generations is --group here." in done.stderr

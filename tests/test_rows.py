@@ -12,7 +12,6 @@ from tokenizers import AddedToken, normalizers
 import data
 import flags
 import inputs
-import part
 import rewards
 from data import DataArgs
 from errors import SettingsError
@@ -191,7 +190,7 @@ def test_switches_of_the_template_need_one_turn(tmp_path):
     args = changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
-        part.ask("check", args, files, [of(asked, row, tmp_path)])
+        module("parts.turns.plug").check(args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])

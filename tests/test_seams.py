@@ -11,7 +11,6 @@ import errors
 import fakes
 import family
 import model
-import part
 import plan
 import rewards
 import rollout
@@ -20,10 +19,8 @@ import same_policy
 from batch import Batch
 from data import Prompt
 from fakes import args, completion, engine_of, rows, run_of
-from plan import Plan
 from rewards import Answer
 from rollout import Request, hash_seed
-from shapes import shape_of
 from worker import Part
 
 # ---- rollout.py
@@ -121,15 +118,9 @@ def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path,
     assert {"max_model_len": 50, "kv_cache_memory_bytes": 5}.items() <= llm.options.items()
 
 
-def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeypatch):
-    given = args("ppo", seed=3, kl_reward_coef=0.1, critic_lr=1e-3)
-    assert models_loaded(tmp_path, monkeypatch, given) == [
-        (model.LogprobModel, "start", 3, True), (model.ValueModel, "start", 3, True),
-        (model.LogprobModel, "start", 3, False)]
-
-
-def models_loaded(tmp_path, monkeypatch, given, reference=None) -> list[tuple]:
-    """[(class, folder, seed, whether it is to be trained)] of a run."""
+def models_loaded(tmp_path, monkeypatch, given, reference: str | None) -> list[tuple]:
+    """(class, folder, seed, whether it is trained) of each model that a run with these flags
+    builds. reference: the folder of the reference model, where it is another."""
     loaded = []
     monkeypatch.setattr(run, "config_of", lambda folder: SimpleNamespace(model_type="llama"))
     monkeypatch.setattr(model, "build", lambda kind, folder, world, args, trained: (
@@ -141,6 +132,13 @@ def models_loaded(tmp_path, monkeypatch, given, reference=None) -> list[tuple]:
     it.inputs.reference = reference
     run.build_models(given, it.world, it.inputs)
     return loaded
+
+
+def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeypatch):
+    given = args("ppo", seed=3, kl_reward_coef=0.1, critic_lr=1e-3)
+    assert models_loaded(tmp_path, monkeypatch, given, None) == [
+        (model.LogprobModel, "start", 3, True), (model.ValueModel, "start", 3, True),
+        (model.LogprobModel, "start", 3, False)]
 
 
 def test_a_resumed_run_is_restored_before_its_policies_are_compared(tmp_path, monkeypatch):

@@ -12,8 +12,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from settings import changed
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -164,8 +162,9 @@ def memory_table() -> str:
     from bench.gpu import skeleton
     from model_files import shape_from
     from plan import GIB, Memory
+    from settings import changed
     args = changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
-                                  max_tokens=4096), checkpointing=True)
+                             max_tokens=4096), checkpointing=True)
     found = Memory(plan.Plan(args, 4, None, 0), shape_from(skeleton("7b")), 80 * GIB)
     color = {"set aside": LINE, "weights": "#0969da", "gradients": "#cf222e",
              "moments": "#54aeff", "micro-batch": "#2da44e", "logits": "#a6e3b5",

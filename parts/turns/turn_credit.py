@@ -41,7 +41,8 @@ def turns_of(batch):
     found = []
     for c in (s.completion for s in batch.samples):
         turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
-        paid, pay = np.zeros(len(turn)), [one["paid"] for one in c.turns if "paid" in one]
+        messages = getattr(c, "turns", [])  # a completion without replies was paid for no turn
+        paid, pay = np.zeros(len(turn)), [one["paid"] for one in messages if "paid" in one]
         paid[np.flatnonzero(np.diff(turn, append=-1))] = pay or 0
         found.append((turn, paid))
     return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]

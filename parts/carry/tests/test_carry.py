@@ -187,6 +187,15 @@ def test_what_is_in_flight_comes_back_from_a_checkpoint():
                 assert x.dtype == y.dtype and np.array_equal(x, y)
 
 
+def test_the_step_that_sampled_a_token_is_a_whole_number():
+    """In samples/."""
+    it = fakes.sample(1.0, text="ab", advantages=torch.full((3,), -1 / 3))
+    it.completion = Carried(**vars(it.completion), steps=np.array([4, 4, 5], np.int32))
+    row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
+    assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
+    assert row["advantages"] == [-0.3333333] * 3
+
+
 # ---- before a run, and before its first update
 
 def planned(*flags: str):
@@ -260,14 +269,6 @@ def test_it_runs_with(tmp_path, script, flags):
     _, rows = played(tmp_path / "run", *flags.split(), script=script, ranks_each=2)
     assert max(row["carry/token_age_max"] for row in rows) > 0
     assert any(row["grad/norm"] > 0 for row in rows)
-
-
-def test_the_step_that_sampled_a_token_is_a_whole_number():
-    it = fakes.sample(1.0, text="ab", advantages=torch.full((3,), -1 / 3))
-    it.completion = Carried(**vars(it.completion), steps=np.array([4, 4, 5], np.int32))
-    row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
-    assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
-    assert row["advantages"] == [-0.3333333] * 3
 
 
 @pytest.mark.parametrize("was, now, refused", [

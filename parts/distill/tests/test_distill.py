@@ -1,11 +1,13 @@
 """distill.py: what is minimized, by enumeration; a teacher's prompt; its memory; a killed run."""
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
+import fakes
 import faults
 import inputs
 import losses
@@ -22,6 +24,7 @@ from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
 from settings import changed
 from shapes import shape_of
+from test_seams import models_loaded
 from tools import float64
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
@@ -105,8 +108,7 @@ def arguments(**flags):
 
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
-    from parts.sft import sft
-    from parts.trial import trial
+    sft, trial = map(import_module, ("parts.sft.sft", "parts.trial.trial"))
     found, shipped = {}, head.divergence
     for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
@@ -136,6 +138,12 @@ def test_the_worst_case_has_the_divergence_too(tmp_path):
     for found in ranks.results(2, tried, str(tmp_path)):
         assert found == {"sft": (["update"], set()), "none": (["score", "update"], set()),
                          "jsd": (["score", "update"], {(True, True, "jsd")})}
+
+
+def test_the_teacher_is_loaded_and_not_trained(tmp_path, monkeypatch):
+    given = fakes.args(distill, seed=3, teacher="x")
+    assert models_loaded(tmp_path, monkeypatch, given, "teacher") == [
+        (model.LogprobModel, "start", 3, True), (model.LogprobModel, "teacher", 3, False)]
 
 
 # ---- settings and rows ----

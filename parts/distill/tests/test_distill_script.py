@@ -2,11 +2,8 @@
 import pytest
 
 import checkpoint
-import fakes
-import model
 import test_plan
 import test_resume
-import test_seams
 from fakes import SCRIPTS
 from parts.distill import distill
 from parts.distill.teacher import TaughtRow
@@ -15,21 +12,15 @@ from settings import changed
 place, with_date = test_plan.place, test_resume.with_date
 
 
-# ---- the plan, the models
+# ---- the plan
 
 @pytest.mark.parametrize("words, teacher", [
     ("^--teacher tiny:chess", "tiny:chess"),
-    ("^--teacher strange has model_type mamba", "strange"), ("^--teacher some/where", "some/where")])
+    ("^--teacher strange has model_type mamba", "strange"),
+    ("^--teacher some/where", "some/where")])
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, teacher, planning):
     test_plan.refused(distill, words, planning, model="good", teacher=teacher)
-
-
-def test_the_teacher_is_not_loaded_to_be_trained(tmp_path, monkeypatch):
-    given = fakes.args(distill, seed=3, teacher="x")
-    loaded = test_seams.models_loaded(tmp_path, monkeypatch, given, reference="teacher")
-    assert loaded == [(model.LogprobModel, "start", 3, True),
-                      (model.LogprobModel, "teacher", 3, False)]
 
 
 # ---- a resume

@@ -9,18 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import fakes
 import families
 import grpo
 import learning
 import model
-import part
 import plan
-import reference
 import rollout
 from batch import Batch
 from checkpoint import export_model
 from dist import World
+from experts_reference import mixture
 from model_files import shape_from
 from parts.experts import experts
 from ranks import results
@@ -53,7 +51,7 @@ def test_a_mixture_is_its_equation(folder, name):
     for routes in (None, chosen, other):
         routing.routes = None if routes is None else routes.unsqueeze(1).expand(-1, 2, -1)
         found = []
-        for layer in (block, partial(reference.mixture, block, chosen=routes, normed=getattr(
+        for layer in (block, partial(mixture, block, chosen=routes, normed=getattr(
                 block.gate, "norm_topk_prob", True))):
             lm.zero_grad()
             with float64.Float64():
@@ -199,7 +197,7 @@ def test_the_plan_counts_all_parameters_and_those_of_a_token():
 
 
 def test_a_rank_has_whole_experts():
-    args, shape = fakes.args(), shape_of("Qwen3-30B-A3B")
-    kind = part.extended("memory", plan.Memory, args, shape)
-    found = kind(plan.Plan(args, 3, 64, 0), shape, 80 * plan.GIB)
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    made = plan.Plan(changed(grpo.Args(), lr=1e-3), 3, 64, 0)
+    found = experts.MixtureMemory(made, shape, 80 * plan.GIB)
     assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)

@@ -22,6 +22,8 @@ from parts.lora import lora, plug
 from ranks import results, script
 from settings import changed
 from shapes import shape_of
+from test_gpu import made_engine
+from test_memory import QWEN_7B, planned
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
@@ -214,3 +216,17 @@ def test_an_engine_has_room_for_the_rank(rank, room):
     vars(engine).update(config={"r": rank, "target_modules": ["q_proj"]}, on_gpu=True,
                         args=SimpleNamespace(eager=False, max_num_seqs=0))
     assert engine.options(9)["max_lora_rank"] == room
+
+
+def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch):
+    engine, options = made_engine(
+        monkeypatch, lora.TakingEngine, "cuda", max_num_seqs=64, lora_rank=4)
+    assert options["max_num_seqs"] == 64 and options["enable_prefix_caching"]
+    assert engine.sleep_level == 1 and options["enable_sleep_mode"]
+
+
+def test_adapters_make_the_moments_smaller():
+    flags = dict(batch=8, max_tokens=4096)
+    before, after = (planned(grpo, 4, QWEN_7B, 80, **flags, **more)
+                     for more in ({}, dict(lora_rank=8)))
+    assert sum(after.parts["moments"]) < sum(before.parts["moments"])

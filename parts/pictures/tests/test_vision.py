@@ -34,7 +34,7 @@ from errors import SettingsError
 from examples import squares, tiny
 from learning import begin_with, difference
 from model_files import family_of, shape_from
-from parts.pictures import kinds
+from parts.pictures import kinds, seeing
 from parts.pictures import rows as pictured
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
@@ -274,6 +274,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     row = make(columns, args=data.DataArgs(), make=data.make_row)
     assert row.prompt == "[1 ]<image>[ 2]"
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    targets = pytest.importorskip("parts.sft.targets", reason="its rows are learned")
     row = make(columns | {"completion": "3"}, args=data.DataArgs(),
                make=partial(targets.make_row, eos_ids=ends))
     assert tokenizer.decode(row.target[0]) == "[3]<|im_end|>" and row.prompt == "[1 ]<image>[ 2]"
@@ -318,6 +319,7 @@ def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, n
     ("blind", "has no processor for pictures")])
 def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
+    distill = pytest.importorskip("parts.distill.distill", reason="it has the teacher")
     source = str(folder / "split")
     lm, args = model.skeleton(source), changed(distill.Args(), teacher=teacher)
     kinds.find_eyes(args, lm.config, source, str(folder / "teacher"))
@@ -352,7 +354,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
         tower, sum(p.numel() for p in layer.parameters()))
     for trained in False, True:
         args = changed(grpo.Args(), train_vision=trained)
-        parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
+        parts = seeing.SeeingMemory(plan.Plan(args, 1, 8, 0), shape, None).parts
         moments.append(parts["moments"][1])
         assert parts["weights"][1] == 4 * shape.params
     assert moments[1] - moments[0] == 8 * tower
@@ -509,6 +511,7 @@ def test_text_and_vision_layers_are_sharded_and_exported(family):
 
 
 def test_adapters_are_in_the_text_model_alone(family):
+    lora = pytest.importorskip("parts.lora.lora", reason="it has the adapters")
     lm = model.skeleton(str(family / "split"))
     lora.put_in(lm, lora.LoraArgs(4), torch.float32)
     trained = [name for name, p in lm.named_parameters() if p.requires_grad]

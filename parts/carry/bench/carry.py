@@ -1,8 +1,8 @@
 """What --carry saves: the engine's decode steps of a trained step.
 
-    python bench/carry.py               lengths that are drawn
-    python bench/carry.py --steps 20    quicker, and less exact: the table of parts/carry/RESULTS.md
-    python bench/carry.py --train       grpo.py on knights and knaves, five seeds
+    python parts/carry/bench/carry.py               lengths that are drawn
+    python parts/carry/bench/carry.py --steps 20    quicker: the table of RESULTS.md
+    python parts/carry/bench/carry.py --train       grpo.py on knights and knaves, five seeds
 
 The first plays the shipped parts/carry/carry.py with an engine that samples nothing. In a decode
 step each completion of an engine grows by one token, so a round takes as many as its longest one
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from batch import Completion  # noqa: E402
 from parts.carry.carry import Carry, CarryArgs  # noqa: E402
 

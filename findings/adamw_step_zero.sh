@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# torch: a checkpoint before the first step.
+# Expected: get_optimizer_state_dict only reads. A run that saves at step 0 learns as one that does
+# not.
+# So: it makes AdamW's state by a step with zero gradients, which leaves `step` at 1. The first
+# update after it is smaller by a quarter.
+set -euo pipefail
+source "$(dirname "$0")/with.sh" torch==2.13.0 numpy==2.3.5
+python - <<'END'
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+moved = []
+for save in (False, True):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    if save:
+        get_optimizer_state_dict(model, optimizer)
+    before = model.weight.clone()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    moved.append((model.weight - before).abs().mean().item())
+    print(f"saved before: {save}, the first update moves a weight by {moved[-1]:.3g}; then `step` is",
+          int(optimizer.state[model.weight]["step"]))
+print(f"factor: {moved[1] / moved[0]:.3f}")
+assert abs(moved[1] / moved[0] - 0.744) < 0.001, "the behaviour changed"
+END
+
+# Seen on 28 November 2026:
+#   Python 3.11.7
+#   numpy==2.3.5
+#   saved before: False, the first update moves a weight by 0.001; then `step` is 1
+#   saved before: True, the first update moves a weight by 0.000744; then `step` is 2
+#   factor: 0.744
