@@ -2,6 +2,7 @@
 import pytest
 
 import checkpoint
+import test_loop
 import test_plan
 import test_resume
 from fakes import SCRIPTS
@@ -44,3 +45,13 @@ def test_the_prompts_of_the_teacher_have_the_date_of_the_run(with_date):
         max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",))
     found = test_resume.dated_files(args)
     assert found.tokenizer.decode(found.rows[0].teacher_ids).startswith(test_resume.DATE)
+
+
+# ---- the loop
+
+def test_a_loop_gives_each_part_what_it_needs(monkeypatch):
+    test_loop.sampled(*test_loop.four_steps(distill, monkeypatch, group=3))
+
+
+def test_sigterm_saves_and_ends_after_the_step(monkeypatch):
+    test_loop.stopped(distill, monkeypatch)

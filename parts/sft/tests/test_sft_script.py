@@ -1,5 +1,6 @@
 """sft.py as the core's tests try each script: its plan, its flags, its rows, a resume, its loop."""
 import checkpoint
+import test_loop
 import test_plan
 import test_resume
 from fakes import SCRIPTS
@@ -30,3 +31,13 @@ def test_another_value_of_a_flag_is_refused_or_said(tmp_path):
 
 def test_a_row_with_another_target_is_another_row(tmp_path):
     test_resume.another_row(tmp_path, kind=LearnedRow, target=([4], [True]))
+
+
+# ---- the loop
+
+def test_a_loop_gives_each_part_what_it_needs(monkeypatch):
+    test_loop.four_steps(sft, monkeypatch, group=1)
+
+
+def test_sigterm_saves_and_ends_after_the_step(monkeypatch):
+    test_loop.stopped(sft, monkeypatch)

@@ -17,6 +17,7 @@ import families
 import log
 import ranks
 import rollout
+import test_loop
 import test_prove
 import test_resume
 import test_rewards
@@ -371,3 +372,10 @@ def test_a_reply_is_put_behind_the_system_message_of_the_run(monkeypatch):
 def test_turn_credit_keeps_the_promises():
     test_prove.keeps("1", f"--advantage {CREDIT} --reward turns --group 4 "
                           "--reply examples/doors.py:Doors")
+
+
+def test_paid_turns_and_any_flag_of_an_update_work_or_are_refused():
+    reply = {"reply": "examples/doors.py:Doors", "reward": ("turns",)}
+    settings = [dict([flag]) | more for flag in test_loop.FLAGS for more in (
+        reply, reply | {"advantage": CREDIT}) if flag[0] not in more]
+    assert test_loop.worked(settings, lambda done: turns.Turns(**vars(done))) > 20
