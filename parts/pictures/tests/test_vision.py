@@ -26,7 +26,9 @@ import grpo
 import inputs
 import model
 import plan
+import test_newcomer
 import test_resume
+import test_rows
 import texts
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
@@ -574,3 +576,24 @@ def test_another_picture_under_the_same_name_is_another_row(tmp_path):
                                 pictures=SimpleNamespace(sources=(str(path),)))
         found += checkpoint.row_digests(rows)[1][1:]
     assert len(set(found)) == len(found) == 4
+
+
+# ---- ./run.sh vision
+
+@pytest.mark.parametrize("line, words, graded", [
+    ("vision", "grpo.py --model runs/squares-sft/model --lr 5e-4", True),
+    ("vision:qwen2_5_vl", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
+    ("vision --data mine.jsonl", "--data mine.jsonl", False)])
+def test_run_sh_gives_the_job_its_flags_and_its_grade(tmp_path, line, words, graded):
+    pytest.importorskip("parts.sft.sft", reason="the job begins with it")
+    test_newcomer.gives(
+        tmp_path, line, "", words, graded, "squares/model/processor_config.json",
+        "squares/qwen2_5_vl/processor_config.json", "squares-sft/model/x",
+        "squares-sft-qwen2_5_vl/model/x")
+
+
+@pytest.mark.parametrize("name", ["me@lab.org", "a:b", "a b", "with:c@d", "@", "x@train"])
+def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
+    (tmp_path / name).mkdir()
+    spec = test_rows.store(tmp_path / name, "jsonl", [{"prompt": "q"}])
+    assert pictured.folder_of(spec) == pictured.folder_of(f"{spec}.py:rows") == tmp_path / name

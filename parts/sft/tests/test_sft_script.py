@@ -1,6 +1,7 @@
 """sft.py as the core's tests try each script: its plan, its flags, its rows, a resume, its loop."""
 import checkpoint
 import test_loop
+import test_newcomer
 import test_plan
 import test_resume
 from fakes import SCRIPTS
@@ -41,3 +42,13 @@ def test_a_loop_gives_each_part_what_it_needs(monkeypatch):
 
 def test_sigterm_saves_and_ends_after_the_step(monkeypatch):
     test_loop.stopped(sft, monkeypatch)
+
+
+# ---- rates, ./run.sh sft
+
+def test_a_rate_that_is_not_given_depends_on_the_models_size():
+    test_newcomer.rates_of(sft, (3e-4,), (1e-5,))
+
+
+def test_run_sh_gives_the_job_its_flags(tmp_path):
+    test_newcomer.gives(tmp_path, "sft --data=mine.jsonl", "", "--data=mine.jsonl", False)

@@ -21,11 +21,12 @@ import test_loop
 import test_prove
 import test_resume
 import test_rewards
+import test_rows
 from batch import Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
 from learning import begin_with
-from parts.turns import turns
+from parts.turns import plug, turns
 from parts.turns.replies import messages
 from rewards import Answer, Pool, score_samples
 from templates import with_traits
@@ -379,3 +380,10 @@ def test_paid_turns_and_any_flag_of_an_update_work_or_are_refused():
     settings = [dict([flag]) | more for flag in test_loop.FLAGS for more in (
         reply, reply | {"advantage": CREDIT}) if flag[0] not in more]
     assert test_loop.worked(settings, lambda done: turns.Turns(**vars(done))) > 20
+
+
+def test_switches_of_the_template_need_one_turn(tmp_path):
+    row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
+    rows = [test_rows.of(test_rows.asked, row, tmp_path)]
+    with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
+        plug.check(fakes.args(reply="x.py:f"), None, rows)
