@@ -170,7 +170,7 @@ def with_date(tmp_path_factory) -> str:
 DATE = "<|im_start|>system\n20190304<|im_end|>"
 
 
-def dated_files(args) -> inputs.Files:
+def dated_files(args) -> inputs.Inputs:
     """What a run of that day reads; its rows to train on and to evaluate on have its date."""
     found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
     for row in found.rows[:3] + found.eval_rows[:3]:

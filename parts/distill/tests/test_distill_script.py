@@ -3,6 +3,7 @@ import pytest
 
 import checkpoint
 import data
+import test_claims
 import test_data
 import test_ends
 import test_loop
@@ -101,3 +102,7 @@ def test_the_hint_of_a_tools_answer_is_in_its_message(tmp_path, n):
             hint = test_rows.template(
                 [*chat[:2], {"role": "tool", "content": "Think. 3"}], **more)
             assert test_rows.TOKENIZER.decode(taught.teacher_ids) == hint, kind
+
+
+def test_what_a_rule_says_is_true():
+    test_claims.true(distill, 81, teacher=[None, "x"], teacher_prompt=[None, "x"])

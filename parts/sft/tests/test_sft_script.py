@@ -1,5 +1,6 @@
 """sft.py as the core's tests try each script: its plan, its flags, its rows, a resume, its loop."""
 import checkpoint
+import test_claims
 import test_loop
 import test_newcomer
 import test_plan
@@ -52,3 +53,7 @@ def test_a_rate_that_is_not_given_depends_on_the_models_size():
 
 def test_run_sh_gives_the_job_its_flags(tmp_path):
     test_newcomer.gives(tmp_path, "sft --data=mine.jsonl", "", "--data=mine.jsonl", False)
+
+
+def test_what_a_rule_says_is_true():
+    test_claims.true(sft, 78)
