@@ -46,8 +46,10 @@ torchrun --nproc_per_node 2 save.py 2>log.txt || { cat log.txt >&2; exit 1; }
 # Seen on 28 November 2026:
 #   Python 3.11.7
 #   numpy==2.3.5
+#   torch==2.13.0+cpu
 #   transformers==5.19.0
 #   rank 0: RuntimeError: Attempted to access the data pointer on an invalid python storage.
 #   rank 1: returned
 #   save_pretrained(FOLDER): ['config.json', 'generation_config.json']
-#   save_pretrained(FOLDER, state_dict=FULL): ['config.json', 'generation_config.json', 'model.safetensors']
+#   save_pretrained(FOLDER, state_dict=FULL): ['config.json', 'generation_config.json',
+#     'model.safetensors']

@@ -4,7 +4,7 @@
 # match() does.
 # So: neither is right for it. Stars around the whole line are no problem.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" inspect-ai==0.3.285
+source "$(dirname "$0")/with.sh" inspect_ai==0.3.285
 python - <<'END'
 import asyncio
 
@@ -35,6 +35,7 @@ END
 
 # Seen on 28 November 2026:
 #   Python 3.11.7
+#   inspect_ai==0.3.285
 #   answer("letter") of 'ANSWER: C' for 'C': C
 #   answer("letter") of '**ANSWER: C**' for 'C': C
 #   answer("letter") of 'ANSWER: **C**' for 'C': I

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # transformers: tokenizer.json under a config.json of model_type qwen2.
-# Expected: AutoTokenizer cuts a text as tokenizer.json does, above all if tokenizer_config.json asks
-# for PreTrainedTokenizerFast.
+# Expected: AutoTokenizer cuts a text as tokenizer.json does, above all if tokenizer_config.json says
+# PreTrainedTokenizerFast.
 # So: the class becomes Qwen2Tokenizer, which puts Qwen2's own pre-tokenizer in the place of the
 # file's, without a word. With model_type mistral the file counts.
 set -euo pipefail
@@ -36,7 +36,6 @@ END
 #   Python 3.11.7
 #   tokenizers==0.23.3
 #   transformers==5.19.0
-#   [transformers] PyTorch was not found. Models won't be available and only tokenizers, configuration and file/data utilities can be used.
 #   tokenizer.json itself: ['12', 'Ġ+', 'Ġ34', 'Ġ=', 'Ġ46']
 #   model_type mistral: TokenizersBackend ['12', 'Ġ+', 'Ġ34', 'Ġ=', 'Ġ46']
 #   model_type qwen2: Qwen2Tokenizer ['1', '2', 'Ġ+', 'Ġ', '3', '4', 'Ġ=', 'Ġ', '4', '6']

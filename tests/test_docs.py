@@ -402,5 +402,5 @@ def test_every_dependency_says_why_and_every_promise_has_its_tests():
 def test_the_pages_are_few_and_short():
     pages = [path for path in FILES if path.suffix == ".md" and (
         path.parent == ROOT or path.is_relative_to(ROOT / "docs"))]
-    assert len(pages) <= 15
-    assert sum(page.stat().st_size for page in [*pages, *map(ROOT.joinpath, PARTS)]) <= 168_000
+    assert len(pages) <= 16
+    assert sum(page.stat().st_size for page in [*pages, *map(ROOT.joinpath, PARTS)]) <= 176_000
