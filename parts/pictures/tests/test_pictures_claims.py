@@ -7,5 +7,6 @@ from fakes import SCRIPTS
 
 @pytest.mark.parametrize("script, least", [("grpo", 6), ("ppo", 6)])
 def test_what_a_rule_says_is_true(script, least):
-    test_claims.true(SCRIPTS[script], least, "pictures", "lora", "turns", reply=[None, "", "x.py:f"],
+    test_claims.true(SCRIPTS[script], least, "pictures", "lora", "turns",
+                     reply=[None, "", "x.py:f"],
                      lora_targets=[("all-linear",), ("nothing",), ("q_proj",)])
