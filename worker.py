@@ -1,7 +1,7 @@
 """worker.py: the process that calls a reward's function. rewards.py may kill it.
 
-It imports no torch, so that it starts fast. The parameter names of a reward's function show whether
-the function takes one completion (our form) or lists of them (TRL's form):
+It imports no torch. The parameter names of a reward's function show whether the function takes one
+completion (our form) or lists of them (TRL's form):
 docs/use/data_and_rewards.md. examples/adapters.py is for functions of verl and EasyR1.
 
 The file is read in the order in which a reward is used: `Reward` is a loaded function; `find` and
@@ -212,10 +212,10 @@ def number(value) -> float | None:
 # ---- the process ----
 #
 # A worker and the trainer talk over a socket. The worker receives pickles: first its memory limit
-# and what to load, then lists of calls. It sends lines of JSON, because a pickle that a reward wrote
-# could run code in the trainer: first what the pool needs to know of the functions (or a text that
-# says why they cannot be loaded), then one line of results for each list of calls. What a reward
-# prints goes to the trainer's output.
+# and what to load, then lists of calls. It sends lines of JSON, because a pickle that a reward
+# wrote could run code in the trainer: first what the pool needs to know of the functions (or a text
+# that explains why they cannot be loaded), then one line of results for each list of calls. What a
+# reward prints goes to the trainer's output.
 
 def load(parts: list[Part]) -> tuple[list[Reward], list]:
     """Loads the functions of --reward. Returns them, and a list of what the pool needs to know:
@@ -239,15 +239,15 @@ def score(rewards: list[Reward], calls: list[list]) -> list[list]:
 
 def found_by(reward: Reward, items: list) -> list:
     """Returns for each item what a reward gave: a number, None, or a text that describes an error.
-    Items of a group are scored by one call. A MemoryError is raised again, because it must end this
-    process: the object that used up the memory may still be there.
+    If the reward takes groups, one call scores all items; otherwise each item has a call. A
+    MemoryError is raised again.
     """
     found, size = [], len(items) if reward.groups else 1
     for start in range(0, len(items), size):
         part = items[start:start + size]
         try:
             found += reward.values(reward.start(part), part)
-        except MemoryError:
+        except MemoryError:  # it must end this process: what holds the memory may stay
             raise
         except Exception as error:
             found += [failure(error)] * len(part)
