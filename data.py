@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -215,14 +216,17 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
         if there.get(name) and isinstance(there[name], kind):
             raise no_place(name)
 
-    def text_of(messages=messages, options=options) -> str:
-        return in_template(messages, tokenizer, options, add_generation_prompt=True)
+    def text_of(messages=messages, options=options) -> str | None:
+        """The text without something that the row has. None: the template raises an error, so it
+        asks for it."""
+        with suppress(SettingsError):
+            return in_template(messages, tokenizer, options, add_generation_prompt=True)
 
     for key, value in options.items():
         others = [{name: it for name, it in options.items() if name != key}]
         if isinstance(value, bool):  # a switch may be given its default
             others.append(options | {key: not value})
-        if all(text_of(options=other) == text_of() for other in others):
+        if {text_of(options=other) for other in others} == {text_of()}:
             raise no_place(key)
     meant = [key for m in messages for key, value in m.items()
              if key not in KEYS and value not in (None, "", [], {})]
@@ -232,7 +236,8 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
             raise no_place(key)
     for role in {m["role"] for m in messages} - {*ROLES}:
         renamed = [m | {"role": "QX7"} if m["role"] == role else m for m in messages]
-        if text_of(renamed).replace("QX7", role) == text_of():  # the template names no such role
+        text = text_of(renamed)
+        if text and text.replace("QX7", role) == text_of():  # the template names no such role
             raise no_place(role)
     return options
 

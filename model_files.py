@@ -172,12 +172,8 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """Compares a model with the headers of its files → {name of `tensors`: its name in the files}.
-
-    lm: a model that is not sharded. Values are read only of a tied head that was saved all the
-    same. SettingsError: the files lack a tensor, have one twice or in another shape, or have one
-    that the model does not take.
-    """
+    """Compares `lm`, not sharded, with its files' headers → {name of `tensors`: name in the files}.
+    SettingsError: a tensor is missing, there twice, of another shape, or not of the model."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:

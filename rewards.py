@@ -61,17 +61,19 @@ class Answer:
     def score(self, parts: list[Part]) -> Score:
         """Returns the weighted sum of the values. NaN means that a reward does not apply to the row
         (functions of TRL's form return None for it): the others count. None means that a reward
-        failed or cannot say: then the completion has no score.
+        failed or cannot say: then the completion has no score. Without parts it is 0.
         """
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
         found = {part.name: known.get(part) for part in parts}
+        if self.error:
+            return Score(None, found, self.error)
         if None in self.values:
             silent = parts[self.values.index(None)]
-            return Score(None, found, self.error or f"{silent.name} returned None")
-        if not known:
+            return Score(None, found, f"{silent.name} returned None")
+        if parts and not known:
             return Score(None, found, "every reward returned None: none applies to the row")
-        return Score(sum(part.weight * value for part, value in known.items()), found, None)
+        return Score(sum((part.weight * value for part, value in known.items()), 0.0), found, None)
 
 
 # ---- a batch ----
@@ -107,8 +109,6 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
     """Returns the scores of the items, of which `size` neighbours are one call. Without --reward
     each is 0, of no parts.
     """
-    if not pool.parts:
-        return [Score(0.0, {}, None) for _ in items]
     return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
@@ -326,7 +326,11 @@ class Pool:
             raise SettingsError(self.refused)
 
     def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
-        """Returns an Answer for each item. `size` neighbours are one call."""
+        """Returns an Answer for each item. `size` neighbours are one call. Without --reward no
+        worker is asked, and each Answer has no values.
+        """
+        if not self.parts:
+            return [self.answer([], None) for _ in items]
         self.items, self.answers, self.refused = items, [None] * len(items), ""
         self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:

@@ -33,9 +33,7 @@ from settings import save_every, values_of
 # ---- set-up ----
 
 def set_up(args, kind=None) -> "Run":
-    """Joins the ranks, checks everything, opens the folder, loads the models and resumes → the Run
-    that a loop needs. kind: the class of the Run, if a script has its own. All ranks must call it
-    (a collective)."""
+    """Sets up all that a loop needs → the Run. kind: its class. All ranks must call it."""
     # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)

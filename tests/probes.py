@@ -1,4 +1,4 @@
-"""The gradient of one update, for docs/learn/choices_and_gap.md."""
+"""The gradient of one update, for docs/learn/reward_to_loss.md."""
 import torch
 
 import grpo

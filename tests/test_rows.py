@@ -216,6 +216,21 @@ def test_calls_without_arguments_and_without_a_place(tmp_path):
     assert "no place for tool_calls" in refusal(learned, calls, tmp_path, tokenizer=PLAIN)
 
 
+def test_a_template_that_asks_for_a_key_has_a_place_for_it(tmp_path):
+    """Mistral's raises an error where an answer of a tool follows no call, or a role is unknown."""
+    strict = make_tokenizer(
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
+        " %}{{ raise_exception('no call') }}{% endif %}{% if m.role not in ['user', 'assistant', "
+        "'tool', 'ipython'] %}{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}]"
+        "{{ m.content }}{{ m.tool_calls }}{% endfor %}")
+    chat = [user(), said("", tool_calls=[call({"a": 1})]), {"role": "tool", "content": "1"},
+            {"role": "ipython", "content": "2"}, user("w")]
+    prompt = of(asked, {"prompt": chat}, tmp_path, tokenizer=strict).prompt
+    assert "'arguments': {'a': 1}" in prompt and prompt.endswith("[ipython]2[user]w")
+    assert "no such role" in refusal(
+        asked, {"prompt": [{"role": "bing", "content": "x"}, user()]}, tmp_path, tokenizer=strict)
+
+
 # Forms of other systems: by the general rule they are refused, and a function of convert.py reads
 # them. (form, the row, its messages; None: a row without)
 CALL = {"name": "f", "arguments": {"a": 1}}

@@ -36,13 +36,8 @@ def is_condition(node: ast.AST) -> bool:
 
 
 def long_function(node: ast.AST) -> bool:
-    """Without its docstring."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in WHOLE:
-        return False
-    prose, lines = node.body[0], node.end_lineno - node.lineno + 1
-    if ast.get_docstring(node) is not None:
-        lines -= prose.end_lineno - prose.lineno + 1
-    return lines > LONGEST
+    return (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in WHOLE
+            and node.end_lineno - node.lineno + 1 > LONGEST)
 
 
 def named_lambda(node: ast.AST) -> bool:

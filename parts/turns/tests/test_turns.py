@@ -23,7 +23,7 @@ from examples import again, gsm8k, guess, tiny
 from learning import begin_with
 from parts.turns import turns
 from parts.turns.replies import messages
-from rewards import Answer, Pool, score_samples
+from rewards import Answer, Pool, item_of, score_samples, scores_of
 from templates import with_traits
 from texts import reader
 from tracked import ROOT
@@ -207,6 +207,12 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = log.sample_metrics(samples, 1.0)
     assert metrics["rollout/unscored"] == len(FAILING)
+    # Nor has it one without --reward, where the others have 0.
+    items = [item_of(s, reader(TOKENIZER, [EOT, END])) for s in samples]
+    with closing(turns.EpisodePool([], fakes.args())) as pool:
+        scores = scores_of(pool, items)
+    assert [(s.total, s.error) for s in scores] == [
+        (None, "its episode failed") if c.failed else (0.0, None) for c in done]
     assert metrics["rollout/turns_mean"] == np.mean([len(g) for g in engine.gave.values()])
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
 
