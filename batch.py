@@ -1,19 +1,26 @@
 """batch.py: the global batch, its minibatches, and how micro-batches are packed.
 
-    batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
-    minibatch → ranks → micro-batches    for memory (balance); this never changes the maths
+    batch → minibatches    one optimizer step each; the order of the samples fixes their rows
+    minibatch → ranks → micro-batches    to fit memory (balance); this never changes the maths
 
-N completions have M sampled tokens together. What is one number a completion is (N,). What is one
-number a token is (M,): one completion after another. What nobody sampled is in the input, and is no
-token of the batch. A micro-batch has n of the tokens: (n,). Nothing is padded.
+A row is one sample: a prompt with one completion. N completions have M sampled tokens together. A
+vector with one number for each completion is (N,). A vector with one number for each sampled token
+is (M,): one completion after another. Tokens that the policy did not sample, such as the reply of a
+tool, are in the model's input but in no (M,) vector. A micro-batch has n of the M tokens: (n,). No
+vector is padded.
 
-A micro-batch is one input with each prompt once. Its completions attend to it, and to themselves:
+A micro-batch is one input that contains each of its prompts once. A completion attends to its
+prompt and to itself:
 
     rows, one after another    [p p p a a]  [p p p b b b]  [q c]
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
 
-All prompts come first, then all completions without their last tokens, which predict nothing. A
-row's attention is what it was: this changes no log-prob (bench/learn.py).
+All prompts come first, then all completions without their last tokens, which predict nothing. Each
+row attends to the same tokens as it would alone, so packing changes no log-prob (bench/learn.py).
+
+The file is read in the order of this work: rows → micro-batches by their sizes alone, the packed
+input and its attention, and at last the classes of the batch: `Completion`, `Sample`, `Batch` and
+`Micro`.
 """
 import math
 from bisect import bisect_left
@@ -31,27 +38,29 @@ from rewards import Score
 
 # ---- rows → micro-batches ----
 
-KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget
+KEYS = 4  # a micro-batch gathers at most this many keys for each token of its budget
 
-# A row's size: its prompt's number, the prompt's tokens p, the completion's tokens c. A micro-batch
-# has each of its prompts once, and completions without their last token, which predicts nothing.
+# The size of a row: the number of its prompt, the prompt's tokens p, the completion's tokens c. A
+# micro-batch contains each of its prompts once, and the completions without their last tokens,
+# which predict nothing.
 Size = tuple[int, int, int]
 
 
 def packed_tokens(rows: list[int], sizes: list[Size]) -> int:
-    """Returns the number of tokens that a micro-batch of these rows computes: each of its prompts
-    once, and each completion without its last token. sizes: of all rows.
+    """Returns the number of input tokens of a micro-batch of these rows: each of its prompts once,
+    and each completion without its last token. sizes: the Size of every row; `rows` are indices
+    into it.
     """
     prompts = {sizes[row][0]: sizes[row][1] for row in rows}
     return sum(prompts.values()) + sum(sizes[row][2] - 1 for row in rows)
 
 
 def cut(sizes: list[Size], budget: int) -> list[list[int]]:
-    """Cuts rows into micro-batches of row numbers, in order, so that the rows of a prompt stay
-    neighbours.
+    """Cuts the rows of `sizes`, in order, into micro-batches and returns the row numbers of each.
+    Rows of one prompt stay neighbours.
 
     Each micro-batch has at most `budget` tokens, and its attention gathers at most KEYS x budget
-    keys. Raises a ValueError if a row alone has more tokens than the budget.
+    keys. Raises a ValueError if one row alone has more tokens than the budget.
     """
     micros, last, room, keys = [], None, 0, 0
     for row, (prompt, p, c) in enumerate(sizes):
@@ -67,19 +76,20 @@ def cut(sizes: list[Size], budget: int) -> list[list[int]]:
 
 
 def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Deals rows to ranks → [rank][round]: a micro-batch of row numbers, of at most `budget`
-    tokens.
+    """Distributes the rows of `sizes` over the ranks. Returns [rank][round]: the row numbers of a
+    micro-batch, which has at most `budget` tokens.
 
     Every rank gets the same number of micro-batches, because FSDP's collectives must match; an
-    empty one is padding. There are as few rounds as the budget allows, and the micro-batches of a
-    round cost about the same.
+    empty micro-batch is padding. There are as few rounds as the budget allows, and the
+    micro-batches of one round have about the same cost.
     """
     rounds = max(1, -(-len(cut(sizes, budget)) // ranks))
     # The smallest budget that needs no more rounds makes the largest micro-batch small.
     budgets = range(max((p + c for _, p, c in sizes), default=1), budget)
     even = bisect_left(budgets, True, key=lambda b: len(cut(sizes, b)) <= rounds * ranks)
     micros = cut(sizes, budgets[even] if even < len(budgets) else budget)
-    while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):  # a rank has none
+    # Fewer micro-batches than places: a rank would compute nothing, so the largest one is halved.
+    while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):
         largest = max((m for m in micros if len(m) > 1), key=lambda m: packed_tokens(m, sizes))
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
@@ -90,36 +100,38 @@ def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]
 
 # ---- packing ----
 
-EVEN = 0.7  # segments of one block have at least this share of the longest one's length
+EVEN = 0.7  # each segment of a block has at least this share of the longest one's length
 
 
 class Segment(NamedTuple):
-    """A prompt, or a completion without its last token: `length` tokens of the packed input from
-    `start`.
+    """A prompt, or a completion without its last token: `length` tokens of the packed input, from
+    the token number `start` on.
 
-    It attends to its prefix, which is its prompt, and to itself. A prompt has no prefix.
+    A segment attends to its prefix and to itself. The prefix of a completion is its prompt, and a
+    prompt has no prefix.
     """
     start: int
     length: int
     prefix_start: int
-    prefix: int  # tokens
+    prefix: int  # the number of its tokens
 
 
 @dataclass
 class Packed:
-    """The segments of a packed input of S tokens: which tokens attend to which."""
+    """The segments of a packed input of S tokens. They determine which tokens attend to which."""
     segments: list[Segment]
     tokens: int  # S
     device: torch.device
 
     @cached_property
     def blocks(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int]], torch.Tensor]:
-        """Groups segments with one prefix length and similar lengths, for plain attention →
-        (blocks, place).
+        """Groups the segments into blocks for plain attention, and returns (blocks, place). The
+        segments of one block have the same prefix length and similar lengths.
 
-        A block is (queries (n, L), keys (n, prefix + L), prefix): the token numbers of n segments.
-        They are padded on the right, where the causal mask hides the padding. place (S,): where
-        each token of the input stands among all queries.
+        A block is (queries (n, L), keys (n, prefix + L), prefix): the numbers of the input tokens
+        of n segments and their prefixes. Shorter segments are padded on the right, where the causal
+        mask hides the padding. place (S,): the index of each input token among the queries of all
+        blocks.
         """
         groups: list[list[Segment]] = []
         for s in sorted(self.segments, key=lambda s: (s.prefix, -s.length)):
@@ -141,8 +153,9 @@ class Packed:
 
     @cached_property
     def varlen(self) -> tuple:
-        """The token numbers of all keys, segment after segment, and the other arguments of
-        varlen_attn: the cumulative numbers of queries and of keys, and the largest of each.
+        """The arguments of torch's varlen_attn: the token numbers of all keys, segment after
+        segment; the cumulative numbers of queries and of keys, each (segments + 1,) int32; and the
+        largest numbers of queries and of keys of a segment.
         """
         keys = []
         for s in self.segments:
@@ -157,20 +170,21 @@ class Packed:
 
 
 def to_device(x, device: torch.device):
-    """Copies a tensor to the device."""
-    if device.type == "cuda":  # pinned: the host does not wait for the GPU
+    """Returns the tensor on the device, copied without waiting where the device is a GPU."""
+    if device.type == "cuda":  # from pinned memory: the host does not wait for the GPU
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Tensor],
          device: torch.device):
-    """Packs rows into one input. Rows with the same owner share their prompt, which is in the input
+    """Packs rows into one input. Rows with the same owner share a prompt, which the input contains
     once.
 
-    owners: a number a row. prompts: lists of ids. completions: (c,) ids each. Returns ids (1, S),
-    positions (1, S), the Packed, and for each row (c,): the number of the input token that predicts
-    each token of its completion. The prompt's last token predicts the first one.
+    owners: a number for each row. prompts: a list of ids for each row. completions: ids (c,) for
+    each row. Returns ids (1, S), positions (1, S), the Packed, and for each row a vector (c,): the
+    number of the input token whose output predicts each token of the completion. The last token of
+    the prompt predicts the first one.
     """
     ids, segments, sources, starts, size = [], [], [], {}, 0
     for owner, prompt in zip(owners, prompts, strict=True):
@@ -192,22 +206,24 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
 
 def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
               sliding_window=None, softcap=None, **options):
-    """Computes the attention of a packed input, in the form in which transformers calls it: query,
-    key and value (1, heads, S, d) → (1, S, heads, d), None.
+    """Computes the attention of a packed input. It has the arguments and results with which
+    transformers calls an attention function: query, key and value (1, heads, S, d) → (1, S, heads,
+    d), None.
 
-    packed: the Packed. scaling: a factor on the scores. sliding_window: how many keys a query sees,
-    itself included. softcap: a bound on the scores.
+    packed: the Packed of the input. scaling: the factor on the scores. sliding_window: how many
+    keys a query attends to, itself included. softcap: a bound on the scores.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
     half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
-    if query.is_cuda and half and softcap is None:  # the kernel has no larger heads
+    if query.is_cuda and half and softcap is None:  # the kernel takes no larger heads
         return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
     return blocks(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
 
 
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
-    """Computes the attention of a packed input by torch's kernel for bfloat16 on a GPU: q, k, v (S,
-    heads, d) → (S, heads, d). The kernel aligns the ends of a segment's queries and keys.
+    """Computes the attention of a packed input with torch's kernel for half precision on a GPU: q,
+    k, v (S, heads, d) → (S, heads, d). The kernel aligns the ends of a segment's queries and keys.
+    scale: the factor on the scores. window: how many keys a query attends to, itself included.
     """
     from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
@@ -218,13 +234,14 @@ def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
 
 def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
            cap: float | None = None):
-    """Computes the attention of a packed input block by block, by the scaled_dot_product_attention
-    of torch: q, k, v (S, heads, d) → (S, heads, d).
+    """Computes the attention of a packed input block by block, with torch's
+    scaled_dot_product_attention: q, k, v (S, heads, d) → (S, heads, d). scale, window: as in
+    `varlen`. cap: a bound on the scores.
     """
     parts, place = packed.blocks
     done = []
     for queries, keys, prefix in parts:
-        mask = None  # causal: what the kernel has of its own
+        mask = None  # the kernel has a causal mask of its own
         if prefix or cap or (window and window < keys.shape[1]):
             mask = visible(queries.shape[1], prefix, window, q.device)
         attend = partial(capped_attention, cap=cap) if cap else F.scaled_dot_product_attention
@@ -235,23 +252,25 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
 
 
 def gather(x, index):
-    """Takes x (S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index]
-    depends on the number of threads; that of F.embedding does not.
+    """Returns x (S, heads, d) at the token numbers index (n, L), as (n, heads, L, d). It uses
+    F.embedding, because on a CPU the gradient of x[index] depends on the number of threads, and
+    that of F.embedding does not.
     """
     return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
 
 
 def visible(length: int, prefix: int, window: int | None, device) -> torch.Tensor:
-    """Returns the mask (length, prefix + length) of a segment: True where a query sees a key.
-    window: how many keys a query sees at most, itself included; None: all before it.
+    """Returns the mask (length, prefix + length) of a segment: True where a query attends to a key.
+    window: how many keys a query attends to at most, itself included; None: all keys up to itself.
     """
     mask = torch.ones(length, prefix + length, dtype=torch.bool, device=device).tril(prefix)
     return mask if window is None else mask.triu(prefix - window + 1)
 
 
 def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options):
-    """Computes attention whose scores are cap * tanh(score / cap), for which torch has no kernel: q
-    (n, heads, L, d) → the same shape. https://arxiv.org/abs/2408.00118, section 2
+    """Computes attention whose scores are cap * tanh(score / cap), for which torch has no kernel. q
+    is (n, heads, L, d), and the result has the same shape. k, v: (n, key heads, keys, d).
+    attn_mask: (L, keys) bool. https://arxiv.org/abs/2408.00118, section 2
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = cap * torch.tanh(q @ k.transpose(-1, -2) * scale / cap)
@@ -265,9 +284,9 @@ def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options)
 class Completion:
     """The T tokens that came after a prompt."""
     ids: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, 0 where not sampled
+    logprobs: np.ndarray  # (T,) float32, of the engine; 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
-    sampled: np.ndarray = None  # (T,) bool: not what was put in between
+    sampled: np.ndarray = None  # (T,) bool: False for tokens put in between; None: all True
 
     def __post_init__(self):
         if self.sampled is None:
@@ -275,31 +294,32 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the policy sampled."""
+        """The number of tokens that the policy sampled, at most T."""
         return int(self.sampled.sum())
 
     def messages(self, text: str) -> list[dict]:
-        """Returns the completion as messages of a chat. text: its decoded ids."""
+        """Returns the completion as messages of a chat. text: the decoded ids."""
         return [{"role": "assistant", "content": text}]
 
 
 @dataclass
 class Sample:
-    """A completion with its prompt, and what the step found for it."""
+    """A completion with its prompt, and with what the step computes for it."""
     prompt: Prompt
     completion: Completion
-    text: str = ""  # decoded when it is scored
+    text: str = ""  # the decoded completion; set when it is scored
     score: Score | None = None  # its reward
-    advantage: float | None = None  # mean of its tokens; None: not in the loss
-    advantages: torch.Tensor | None = None  # of each sampled token
+    advantage: float | None = None  # the mean over its tokens; None: it is not in the loss
+    advantages: torch.Tensor | None = None  # one for each sampled token
 
 
 class Batch:
     """The N samples of a step in request order, as vectors. It is the same on every rank.
 
-    lengths, tokens (N,): tokens of each completion, and how many of these were sampled. places: N
-    index vectors, which cut a vector of all M sampled tokens by completion. truncated, scored (N,)
-    bool. rewards (N,) float64, 0 where a completion is not scored. sizes: a Size for each row.
+    lengths, tokens (N,): how many tokens each completion has, and how many of these were sampled.
+    places: N index vectors, which together are 0, …, M - 1; places[i] has the indices of the
+    sampled tokens of completion i in an (M,) vector. truncated, scored (N,) bool. rewards (N,)
+    float64, 0 where a completion is not scored. sizes: the Size of each row.
     """
 
     def __init__(self, samples: list[Sample]):
@@ -311,50 +331,53 @@ class Batch:
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
-        self.sizes, last = [], None  # of each row: see Size
+        self.sizes, last = [], None
         for i, sample in enumerate(samples):
             row = sample.prompt.row
-            if last != row:  # equal neighbours share a prompt
+            if last != row:  # neighbours with equal rows share one prompt
                 owner, last = i, row
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeats a number of each completion for each of its sampled tokens: (N,) → (M,)."""
+        """Repeats the number of each completion for each of its sampled tokens: (N,) → (M,)."""
         return x.repeat_interleave(self.tokens)
 
     def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a number of each sampled token over its completion: (M,) → (N,) float64."""
+        """Sums the numbers of the sampled tokens of each completion: (M,) → (N,) float64."""
         sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
         return torch.tensor(sums, dtype=torch.float64)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Splits a vector of all sampled tokens (M,) into N views, one for each completion."""
+        """Splits a vector over all sampled tokens (M,) into N views, one for each completion."""
         return x.split(self.tokens.tolist())
 
     def part(self, name: str) -> torch.Tensor:
-        """Returns one of the rewards of --reward, without its weight: (N,) float64. NaN: the
-        completion has none.
+        """Returns the values of one reward of --reward, without its weight, (N,) float64. NaN means
+        that the reward has no value for the completion. name: the reward's name.
         """
         parts = [s.score.parts[name] for s in self.samples]
         return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
 
     @property
     def engine_logprobs(self) -> torch.Tensor:
-        """The log-probs with which the engine sampled the tokens: (M,) in nats."""
+        """The logprobs of the sampled tokens under the engine's sampling distribution: (M,), in
+        nats.
+        """
         done = [s.completion for s in self.samples]
         return torch.from_numpy(np.concatenate([c.logprobs[c.sampled] for c in done]))
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
-        """Returns the row numbers of each optimizer step: `count` contiguous parts of the batch,
-        `epochs` times.
+        """Returns the row numbers of each optimizer step. The batch is split into `count`
+        contiguous minibatches, and their list is repeated `epochs` times.
         """
         rows = list(range(len(self.sizes)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
     def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
         """Packs these rows into micro-batches of at most `budget` tokens and returns those of this
-        rank. Every rank gets as many, and at least one: without a row its gradient is 0, which the
-        optimizer needs. phase: a name for messages. All ranks must call it (a collective).
+        rank. Every rank gets the same number of them, and at least one: the gradient of one without
+        rows is 0, which the optimizer needs. phase: a name for error messages. All ranks must call
+        it (a collective).
         """
         lanes = balance([self.sizes[row] for row in rows], world.size, budget)
         micros = [Micro(self, [rows[i] for i in lane], world.device) for lane in lanes[world.rank]]
@@ -362,10 +385,12 @@ class Batch:
         return micros
 
     def score(self, world: World, budget: int, phase: str, forward, among=None) -> torch.Tensor:
-        """Computes forward(micro) → (n,) without gradient and returns the values of all sampled
-        tokens, (M,), on every rank. among (N,) bool: the rows that are computed, by default all;
-        the tokens of the others get NaN. budget: tokens of a micro-batch. All ranks must call it (a
-        collective).
+        """Computes forward(micro) → (n,) without gradient for all micro-batches, and returns the
+        values of all sampled tokens (M,) on every rank.
+
+        among (N,) bool: the rows that are computed, by default all; the tokens of the others get
+        NaN. budget: the largest number of tokens of a micro-batch. phase: a name for error
+        messages. All ranks must call it (a collective).
         """
         among = torch.ones_like(self.scored) if among is None else among
         micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
@@ -378,25 +403,26 @@ class Batch:
         return torch.where(self.of_rows(among), scores, math.nan)
 
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """Notes in each sample the advantages of its tokens, and their mean if the completion is in
-        the loss. advantages (M,). loss_tokens (N,): how many tokens of each completion are in the
-        loss.
+        """Stores in each sample the advantages of its tokens, and their mean if the completion is
+        in the loss. advantages (M,). loss_tokens (N,): how many tokens of each completion are in
+        the loss.
         """
         for sample, own, bears in zip(self.samples, self.split(advantages), loss_tokens > 0,
                                       strict=True):
             sample.advantages, sample.advantage = own, float(own.mean()) if bears else None
 
 
-# The input without rows: its only token was not sampled.
+# The completion of a micro-batch without rows: its only token was not sampled.
 NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
 
 
 class Micro:
     """A micro-batch: rows of the batch as one packed input, and their n sampled tokens.
 
-    The output at input token source[i] predicts the id targets[i]; `pack` alone makes this shift by
-    one. row (n,): the number of each token's completion, counted in `rows`. Without rows the model
-    computes one dummy token and n is 0, so a sum over its tokens has the gradient 0.
+    inputs: the arguments of the model. The output at input token source[i] predicts the id
+    targets[i]; only `pack` makes this shift by one. row (n,): the number of each token's
+    completion, counted within `rows`. If there are no rows, the model computes one dummy token and
+    n is 0, so a sum over the sampled tokens has the gradient 0.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
@@ -407,7 +433,7 @@ class Micro:
         owners = [batch.sizes[row][0] for row in rows] or [0]
         completions = [torch.from_numpy(c.ids).long() for c in done]
         ids, positions, packed, sources = pack(owners, prompts, completions, device)
-        self.tokens = ids.numel()  # of the input
+        self.tokens = ids.numel()  # S, of the input
         self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
                        "position_ids": to_device(positions, device)}
         sampled = torch.cat([torch.from_numpy(c.sampled) for c in done])
@@ -416,23 +442,26 @@ class Micro:
         engine_logprobs = torch.cat([torch.from_numpy(c.logprobs) for c in done])[sampled]
         self.engine_logprobs = to_device(engine_logprobs, device)  # (n,)
         counts = torch.tensor([c.tokens for c in done])
-        # (n,): whose each token is, counted in `rows`
+        # (n,): the completion of each token, counted within `rows`
         self.row = to_device(torch.arange(len(done)).repeat_interleave(counts), device)
-        # (n,): where each token is among the batch's M
+        # (n,): the index of each token in an (M,) vector of the batch
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Takes a number of each completion of the batch (N,) for each token here: → (n,)."""
+        """Returns for each of the n tokens the number of its completion: x (N,) of the batch →
+        (n,).
+        """
         return to_device(x[self.rows], self.device)[self.row]
 
     def draws(self) -> torch.Tensor:
-        """Returns a random number in [0, 1) for each token, (n,). It depends on the completion
-        alone, so a token has the same one in any order, micro-batch and batch.
+        """Returns a random number in [0, 1) for each token, (n,). The numbers depend only on the
+        completion and its prompt's position in the data, so a token has the same one in any order,
+        micro-batch and batch.
         """
         found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
             s.completion.tokens) for s in self.samples]
         return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Takes a number of each sampled token of the batch (M,) for the tokens here: → (n,)."""
+        """Returns the numbers of the n tokens of this micro-batch: x (M,) of the batch → (n,)."""
         return to_device(x[self.places], self.device)

@@ -1,7 +1,11 @@
 """dist.py: ranks: split a list over them, pad, gather, agree; start and end.
 
-The global batch is the same list on every rank, and the splits are pure functions of it: ranks
-cannot disagree about who does what.
+A rank is one process of a run. The global batch is the same list on every rank, and the splits are
+pure functions of it: ranks cannot disagree about which rank has which items.
+
+The file is read in this order: how a list is split; `World` with the collectives, which all ranks
+must call in the same order; `join`, which makes this process a rank, and the checks before it; and
+how a run ends, after SIGTERM (`Stop`), at its end and after a failure (`run`).
 """
 import ctypes
 import datetime
@@ -22,17 +26,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from errors import Mistakes, SettingsError, tell
 
-SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
+SAVED = 75  # exit status after SIGTERM if the state is saved: EX_TEMPFAIL of sysexits, "try again"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # one rank; 0: any free port
-NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}  # or not set
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # for one rank; port 0: any free port
+# A process without copies has these values, or the variables are not set.
+NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
 
 
 # ---- splitting: pure functions of sizes ----
 
 def share(n: int, ranks: int, rank: int) -> slice:
-    """Returns the slice of n items that belongs to `rank`. Slices are contiguous; the first n %
-    ranks ranks get one item more than the others.
+    """Returns the slice of n items that belongs to `rank`. The slices of all ranks are contiguous
+    and in rank order. The first n % ranks ranks get one item more than the others.
     """
     small, extra = divmod(n, ranks)
     start = rank * small + min(rank, extra)
@@ -40,13 +45,16 @@ def share(n: int, ranks: int, rank: int) -> slice:
 
 
 def pad_to_multiple(items: list, multiple: int, filler) -> list:
-    """Returns the items followed by as many fillers as the next multiple needs."""
+    """Returns the items followed by as many copies of `filler` as make the length a multiple of
+    `multiple`.
+    """
     return items + [filler] * (-len(items) % multiple)
 
 
 def assert_divisible(n: int, by: int, what: str, per: str) -> int:
-    """Returns n // by. Raises a SettingsError if n is not a multiple of `by`; it names the nearest
-    values of both that would work. what, per: the words for n and for `by`.
+    """Returns n // by. Raises a SettingsError if n is not a multiple of `by`; its text has the
+    nearest values of n and of `by` that would work. what, per: the names of n and of `by` in the
+    text.
     """
     if n % by == 0:
         return n // by
@@ -62,59 +70,60 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
 
 @dataclass
 class World:
-    """All ranks of a run, and this one's place among them. Every rank must make the same collective
-    calls in the same order.
+    """All ranks of a run, and the place of this process among them. Every rank must make the same
+    collective calls in the same order.
     """
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    control: td.ProcessGroup  # gloo: for what is on the host
-    began: datetime.datetime | None = None  # when they joined; after a restart, for the first time
-    again: str = ""  # the command that goes on with this run
-    step: int = -1  # for messages; -1 before the first
-    joined: ClassVar["World | None"] = None  # what `join` made, for `run`
+    control: td.ProcessGroup  # gloo: for tensors and objects on the host
+    began: datetime.datetime | None = None  # when the ranks joined; a restart keeps the first time
+    again: str = ""  # the command that resumes this run
+    step: int = -1  # the current step, for messages; -1 before the first one
+    joined: ClassVar["World | None"] = None  # the World that `join` made; `run` reads it
 
     def mine(self, items: list) -> list:
         """Returns this rank's share of a list that is the same on every rank."""
         return items[share(len(items), self.size, self.rank)]
 
     def gather(self, mine: list) -> list:
-        """Returns the lists of all ranks, joined in rank order, on every rank. It undoes `mine`.
-        All ranks must call it (a collective).
+        """Returns the lists of all ranks, joined in rank order, on every rank. It is the inverse of
+        `mine`. All ranks must call it (a collective).
         """
         lists: list = [None] * self.size
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
 
     def any_rank(self, flag: bool) -> bool:
-        """Returns whether the flag is True on at least one rank. Branch on this, never on the flag
-        of a rank, in front of a collective. All ranks must call it (a collective).
+        """Returns whether the flag is True on at least one rank. An `if` around a collective must
+        test this result and never the flag of one rank. All ranks must call it (a collective).
         """
         return bool(self.max(torch.tensor(int(flag))))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor of the host over all ranks, in place. All ranks must call it (a
+        """Sums a CPU tensor over all ranks, in place, and returns it. All ranks must call it (a
         collective).
         """
         td.all_reduce(tensor, group=self.control)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes the maximum of a tensor of the host over all ranks, in place. All ranks must call
-        it (a collective).
+        """Takes the elementwise maximum of a CPU tensor over all ranks, in place, and returns it.
+        All ranks must call it (a collective).
         """
         td.all_reduce(tensor, op=td.ReduceOp.MAX, group=self.control)
         return tensor
 
     def together(self, function, *args):
-        """Calls function(*args) and returns its result. If it raises a SettingsError on one rank,
-        all ranks raise the first of them. All ranks must call it (a collective).
+        """Calls function(*args) on each rank and returns this rank's result. If the call raises a
+        SettingsError on at least one rank, all ranks raise the one of the lowest such rank. All
+        ranks must call it (a collective).
         """
         mistakes = Mistakes()
         result = mistakes.attempt(function, *args)
-        Mistakes(self.gather(mistakes)[:1]).stop()  # the first: the others are mostly the same
+        Mistakes(self.gather(mistakes)[:1]).stop()  # the first; the others are mostly the same
         return result
 
     def barrier(self):
@@ -122,9 +131,9 @@ class World:
         td.barrier(group=self.control)
 
     def same_phase(self, phase: str, count: int):
-        """Checks that all ranks begin the same phase with the same count. If they do not, it raises
-        a RuntimeError: they would otherwise wait in different collectives until a watchdog ended
-        them. All ranks must call it (a collective).
+        """Checks that all ranks begin the phase with the same name, step and count. If they do not,
+        it raises a RuntimeError on all ranks. Without this check they would wait in different
+        collectives until a watchdog ended them. All ranks must call it (a collective).
         """
         phases = self.gather([(phase, self.step, count)])
         if len(set(phases)) > 1:
@@ -132,8 +141,8 @@ class World:
                                f"parts) {phases}")
 
     def differences(self, facts: dict[str, object]) -> list[str]:
-        """Returns a sentence for each fact whose value is not the same on all ranks. facts: a name
-        and a value each, which are compared by repr. All ranks must call it (a collective).
+        """Returns a sentence for each fact whose value differs between ranks. facts: {name: value};
+        values are compared by their repr. All ranks must call it (a collective).
         """
         everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
         for name in facts:
@@ -145,12 +154,12 @@ class World:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the largest number of bytes in use since the last call. On a GPU these are the bytes
-    of the whole card; on a CPU those that are resident in this process.
+    """Returns the largest number of bytes that were in use since the last call. On a GPU it counts
+    the memory of the whole card; on a CPU, the resident memory of this process.
     """
     if device.type != "cuda":
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with suppress(OSError):  # the kernel's peak starts again
+        with suppress(OSError):  # 5 resets the kernel's peak for this process
             Path("/proc/self/clear_refs").write_text("5")
         return peak
     free, total = torch.cuda.mem_get_info()
@@ -161,8 +170,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def gpu_mistakes(ranks: int) -> list[str]:
-    """Returns sentences that say why the GPUs of this machine cannot serve its ranks. The list is
-    empty if they can, or if the machine has none.
+    """Returns sentences that explain why the GPUs of this machine cannot serve its ranks. The list
+    is empty if they can, or if the machine has no GPU. ranks: the number of ranks on this machine.
     """
     count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     unseen = not count and os.path.exists("/dev/nvidia0") and hidden not in ("", "-1")
@@ -175,9 +184,9 @@ def gpu_mistakes(ranks: int) -> list[str]:
 
 
 def place():
-    """Makes this process a rank. Where neither torchrun nor a scheduler set the variables of a
-    rank, it becomes the only one. Raises a SettingsError if it is one of several processes that
-    would not know of each other.
+    """Sets the environment variables that make this process a rank. If neither torchrun nor a
+    scheduler has set them, this process becomes the only rank. Raises a SettingsError if it is one
+    of several processes that would each be a separate run, or if some of the variables are missing.
     """
     if "WORLD_SIZE" not in os.environ:
         others = [f"{name}={os.environ[name]}" for name, one in NO_COPY.items()
@@ -198,9 +207,9 @@ def place():
 
 
 def quiet_torch():
-    """Lets torch's C++ code print errors alone, unless TORCH_CPP_LOG_LEVEL asks for more: it would
-    warn of each binding to a memory node. torch read the variable when it was imported, so it is
-    made to read it again.
+    """Makes torch's C++ code print only errors, unless TORCH_CPP_LOG_LEVEL is set. By default it
+    would print a warning at each binding to a memory node. torch has read the variable when it was
+    imported, so this function makes it read the variable again.
     """
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -209,12 +218,12 @@ def quiet_torch():
 
 
 def join(timeout: float = 600.0) -> World:
-    """Joins the other ranks and returns the World. It chooses the device of this rank, its number
-    of threads and the backends (nccl for a GPU, gloo for the host). It must run before vLLM is
-    imported, which turns `torch.set_num_threads` into a no-op.
+    """Joins the other ranks of the run and returns the World. It chooses this rank's device, its
+    number of CPU threads and the backends: nccl for a GPU, gloo for the host. It must run before
+    vLLM is imported, because that turns `torch.set_num_threads` into a no-op.
 
-    timeout: seconds that a rank waits for another. Raises a SettingsError if not all ranks came in
-    time.
+    timeout: how many seconds a rank waits for another. Raises a SettingsError if not all ranks have
+    joined in that time.
     """
     place()
     quiet_torch()
@@ -222,7 +231,7 @@ def join(timeout: float = 600.0) -> World:
     if td.is_torchelastic_launched():  # a torchrun that is killed must leave no rank behind
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG
     device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
-    if torch.cuda.is_available() and not gpu_mistakes(local_size):  # mistakes are said together
+    if torch.cuda.is_available() and not gpu_mistakes(local_size):  # inputs.py reports these
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         given = None if given == "1" else given  # torchrun sets 1
@@ -237,7 +246,7 @@ def join(timeout: float = 600.0) -> World:
         why = str(error).split("\n")[0].rstrip(".")
         raise SettingsError(f"not all ranks met within --timeout {timeout:g} s ({said}): {why}. "
                             f"Would work: to start all of them, or to unset these.") from error
-    # torchrun's store outlives its ranks. Those of a restart must not read the addresses of before.
+    # torchrun's store outlives its ranks. The ranks of a restart must not read the old addresses.
     attempt = td.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     td.init_process_group(backend, timeout=limit, store=attempt, rank=rank, world_size=size)
     control = td.new_group(backend="gloo", timeout=limit)
@@ -257,7 +266,7 @@ class Stop:
         signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, *_):
-        """Handles SIGTERM: notes that the run is asked to end."""
+        """Handles SIGTERM: notes on this rank that the run is asked to end."""
         self.asked = True
 
     def agreed(self) -> bool:
@@ -266,12 +275,13 @@ class Stop:
 
 
 def run(main, *args):
-    """Runs main(*args) and exits the process. If one rank fails, all end, and torchrun's last lines
-    show the first failure.
+    """Runs main(*args) and exits the process. If one rank fails, all ranks end, and torchrun's last
+    lines show the first failure.
 
-    The exit status is 0; 1 after a failure or a missed grade; 2 after a mistake in the settings; 75
-    where the run was stopped and saved; 130 after Ctrl-C. torchrun's own status is 1 for all of
-    these. The process ends by os._exit, because threads of the engine may hang a normal exit.
+    The exit status is 0 after success; 1 after a failure or a missed grade; 2 after a mistake in
+    the settings; 75 if the run was stopped and its state is saved; 130 after Ctrl-C. torchrun's own
+    status is 1 for all of these but 0. The process ends by os._exit, because threads of the engine
+    may block a normal exit.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     report = get_error_handler()
@@ -293,12 +303,14 @@ def run(main, *args):
 
 
 def say_why(error: BaseException, report):
-    """Prints why this rank ends, and records the error for torchrun's last lines. A SettingsError
-    is printed as its sentence, any other error with its traceback.
+    """Prints why this rank ends, and records the error in `report` for torchrun's last lines. A
+    SettingsError is printed as its sentence, any other error with its traceback.
     """
-    if td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
+    if td.is_torchelastic_launched():  # torchrun ends this rank now if another one ended first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
+        # Ranks that fail alike would print the same text: local rank 0 is first, and torchrun ends
+        # the others while they wait.
+        time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)
     said = f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):
         said, error = f"error: {error}", error.with_traceback(None)

@@ -1,34 +1,42 @@
-"""errors.py: mistakes in the settings, as sentences for the user."""
+"""errors.py: mistakes in the settings, as sentences for the user.
+
+The first half has the exception for a mistake of the user and two ways to raise it: `as_sentence`
+for an exception of a library, and `Mistakes` for several mistakes at once. The second half is the
+output of the programs: `tell` prints a line, and `command` runs a tool.
+"""
 import os
 import sys
 from contextlib import contextmanager
 
 
 class SettingsError(Exception):
-    """A mistake in the settings, or in a file that they name. Its text is what the user reads."""
+    """A mistake in the settings, or in a file that the settings name. The text of the exception is
+    printed for the user as it is, without a traceback.
+    """
     status = 2  # the exit status of the run
 
 
 @contextmanager
 def as_sentence(start: str):
-    """Turns an exception of a library, raised inside this context, into a SettingsError: `start`,
-    and in brackets what the library said.
+    """Turns an exception that a library raises inside this context into a SettingsError. Its text
+    is `start`, followed in brackets by the first 300 characters of the library's message. A
+    SettingsError passes through unchanged.
     """
     try:
         yield
     except SettingsError:
         raise
-    except Exception as error:  # a library has many kinds
+    except Exception as error:  # libraries raise exceptions of many classes
         why = " ".join(str(error).split())[:300]
         raise SettingsError(f"{start} ({why}).") from None
 
 
 class Mistakes(list):
-    """The texts of several SettingsErrors, to raise as one."""
+    """A list of the texts of several SettingsErrors, which are raised together as one."""
 
     def attempt(self, function, *args, **options):
-        """Calls function(*args, **options) and returns its result. If it raises a SettingsError,
-        the text is kept and the result is None.
+        """Calls function(*args, **options) and returns its result. If the function raises a
+        SettingsError, its text is added to this list and None is returned.
         """
         try:
             return function(*args, **options)
@@ -36,7 +44,8 @@ class Mistakes(list):
             self.append(str(error))
 
     def stop(self) -> None:
-        """Raises one SettingsError with all texts that were kept. Without a text it does nothing.
+        """Raises one SettingsError with all texts of this list, numbered if there are several. It
+        does nothing if the list is empty.
         """
         if len(self) == 1:
             raise SettingsError(self[0])
@@ -48,9 +57,9 @@ class Mistakes(list):
 # ---- the output ----
 
 def tell(text: str, stream=None) -> None:
-    """Prints a line. If it cannot be written (a pipe that closed, as behind `| head`, a terminal
-    that is gone, a full disk), this and all later output of the stream is dropped: the output never
-    ends a run.
+    """Prints a line to `stream`, by default to the standard output. If the line cannot be written,
+    because a pipe was closed (as by `| head`), a terminal is gone or a disk is full, then this line
+    and all later output of the stream is dropped. Output never ends a run.
     """
     stream = stream or sys.stdout
     try:
@@ -60,8 +69,9 @@ def tell(text: str, stream=None) -> None:
 
 
 def command(main, *args) -> None:
-    """Runs main(*args) of a tool and exits. A SettingsError is printed as its text alone. If the
-    reader of the output left (`| head`), the exit status is that of SIGPIPE, 141.
+    """Runs main(*args) of a tool and exits the process with the status that it returns. A
+    SettingsError is printed as its text alone, and the status is 1. If the reader of the output has
+    closed the pipe (`| head`), the exit status is 141, that of a process ended by SIGPIPE.
     """
     try:
         status = main(*args)

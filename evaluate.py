@@ -1,7 +1,10 @@
 """evaluate.py: completions of held-out rows → pass@1 and pass@k, with intervals.
 
-A completion passes when its first --reward that applies is at least --eval_pass. Its seed depends
-on its row and not on the step, so evaluations of two policies are paired.
+An evaluation samples --eval_samples completions of each row of --eval_data and scores them. A
+completion passes when the first --reward that applies to its row is at least --eval_pass. The seed
+of a completion depends on its row and not on the step, so evaluations of two policies are paired.
+
+`sampled_metrics` is the whole evaluation. The other functions compute its metrics.
 """
 from dataclasses import dataclass
 from math import comb
@@ -33,7 +36,9 @@ class EvalArgs(Flags):
     switch: ClassVar[str] = "eval_data"
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each rule that these settings break (see settings.Flags). plan: the
+        plan.Plan.
+        """
         if self.eval_temperature and not 0.01 <= self.eval_temperature <= 2:  # vLLM's own limits
             yield (f"--eval_temperature must be 0, or from 0.01 to 2 (got "
                    f"{self.eval_temperature}).")
@@ -43,8 +48,8 @@ class EvalArgs(Flags):
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Returns the probability that at least one of k samples is correct, without bias, from n >= k
-    samples of which `correct` are.
+    """Returns the probability that at least one of k samples of a row is correct. It is estimated
+    without bias from n >= k samples, `correct` of which are correct.
 
         1 - C(n - correct, k) / C(n, k)              https://arxiv.org/abs/2107.03374, equation 1
     """
@@ -65,13 +70,13 @@ def sampled_metrics(run, step: int) -> dict[str, float]:
 
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
-    """Returns the metrics eval/NAME of all rows. With several data sources it adds eval/SOURCE/NAME
-    of each.
+    """Returns {name: value} of the metrics eval/NAME over all rows. With several data sources it
+    also returns eval/SOURCE/NAME for each source.
 
-    samples: `eval_samples` neighbours belong to one row.
+    samples: the completions of all rows, where `eval_samples` neighbours belong to one row.
     """
     metrics = named("eval/", samples, args)
-    sources = dict.fromkeys(s.prompt.row.source for s in samples)  # in order, each once
+    sources = dict.fromkeys(s.prompt.row.source for s in samples)  # unlike a set, it has an order
     if len(sources) > 1:
         for source in sources:
             some = [s for s in samples if s.prompt.row.source == source]
@@ -80,10 +85,11 @@ def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float
 
 
 def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
-    """Returns the metrics of these samples, with a prefix: pass@k for k = 1, 2, 4, … and n samples
-    a row, each with its interval; the number of rows; mean length and reward; and groups_equal, the
-    share of rows whose scored rewards are all equal, so that grpo.py would get no gradient from
-    them.
+    """Returns the metrics of these samples, with `prefix` before each name. With n = eval_samples
+    they are pass@k for k = 1, 2, 4, … and n, each with the ends of its interval; the number of rows
+    and of unscored completions; the mean length in sampled tokens; and the mean reward. If n > 1,
+    they have groups_equal: the share of rows whose scored rewards are all equal, so that grpo.py
+    would get no gradient from them.
     """
     n, passed = args.eval_samples, [passes(s.score, args.eval_pass) for s in samples]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
@@ -105,8 +111,8 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
 
 
 def passes(score: Score, least: float) -> bool:
-    """Returns whether a completion passes: its first reward that applies is at least `least`. One
-    without a score does not.
+    """Returns whether a completion passes: whether the first reward that applies to its row is at
+    least `least`, up to rounding. A completion without a score does not pass.
     """
     values = [value for value in score.parts.values() if value is not None]
     if score.total is None:
@@ -115,12 +121,12 @@ def passes(score: Score, least: float) -> bool:
 
 
 def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean over rows, each in [0, 1]: the range that other rows of
-    this kind would give.
+    """Returns the ends of the 95 % interval of the mean of `rows`, values in [0, 1]. It is the
+    range in which the mean of other rows of the same kind would be.
 
-    It is a percentile bootstrap: the rows are drawn again with replacement, always by the same
-    random numbers. A row of 0 and a row of 1 are added, because ten rows that all fail do not prove
-    that all do.
+    The interval is a percentile bootstrap: the rows are drawn `draws` times with replacement,
+    always by the same random numbers. A row of 0 and a row of 1 are added first, because ten rows
+    that all fail do not prove that all rows do.
     """
     rows, rng = np.append(rows, [0.0, 1.0]), np.random.default_rng(0)
     means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]

@@ -1,28 +1,35 @@
 """losses.py: advantages, GAE, losses, KL: formulas of tensors. Others are in variants/.
 
-The global batch has P prompts with G completions each (`group`), N = P·G completions in request
-order, and M sampled tokens. Numbers of a completion are (N,). Numbers of a token are (M,) in the
-batch and (n,) in a micro-batch, one completion after another, without padding. `row` (n,) is the
-number of each token's completion: lengths [2, 3] give row [0, 0, 1, 1, 1]. `n_rows` is how
-many completions there are. `lengths` (N,) count the sampled tokens of each completion.
-Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
-the global minibatch, before any split, so ranks and micro-batches add up.
-Rewards, advantages, returns, weights are float64.
+Shapes: the global batch has P prompts with G completions each (`group`), N = P·G completions in
+request order, and M sampled tokens. A vector with one number for each completion is (N,). A vector
+with one number for each sampled token is (M,) in the batch and (n,) in a micro-batch, one
+completion after another, without padding. `row` (n,) has the number of each token's completion:
+lengths [2, 3] give row [0, 0, 1, 1, 1]. `n_rows` is the number of completions. `lengths` (N,) are
+the numbers of sampled tokens of the completions.
 
-r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = sampled tokens.
+Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weights` is computed
+over the global minibatch before any split, so the losses and gradients of ranks and micro-batches
+add up. Rewards, advantages, returns and weights are float64.
+
+Symbols: r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = number of
+sampled tokens.
+
+The sections follow the path of a step: rewards, advantages of completions, rewards and advantages
+of tokens, policy losses, the losses of critic and reference, and the weights of tokens.
 """
 import torch
 
 
 def row_sum(x, row, n_rows):
-    """(n,) -> (n,): for each token the sum over all tokens of its completion. n_rows: how many
-    completions there are. It is given, because to read it from `row` would wait for a GPU."""
+    """Returns for each token the sum of x over all tokens of its completion: (n,) -> (n,). n_rows,
+    the number of completions, is an argument, because reading it from `row` would wait for a GPU.
+    """
     # Not x[row]: on a CPU its gradient depends on the number of threads. index_select's does not.
     return x.new_zeros(n_rows).index_add(0, row, x).index_select(0, row)
 
 
 def row_mean(x, row, n_rows):
-    """(n,) -> (n,): for each token the mean over all tokens of its completion."""
+    """Returns for each token the mean of x over all tokens of its completion: (n,) -> (n,)."""
     return row_sum(x, row, n_rows) / row_sum(torch.ones_like(x), row, n_rows)
 
 
@@ -30,17 +37,17 @@ def row_mean(x, row, n_rows):
 
 
 def overlong_penalty(lengths, max_tokens, buffer):
-    """DAPO's soft overlong punishment.    https://arxiv.org/abs/2503.14476, section 3.4
+    """Returns DAPO's soft overlong punishment, (N,). https://arxiv.org/abs/2503.14476, section 3.4
 
         ((Lmax - Lc) - L) / Lc, between -1 and 0        Lmax = max_tokens, Lc = buffer
 
-    lengths (N,): here with the tokens that an environment put between two turns, because
+    lengths (N,): here they include the tokens that an environment put between two turns, because
     max_tokens counts these too.
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
 
 
-# Advantages over the G completions of a prompt:
+# Advantages over the G completions of a prompt, by the value of --advantage:
 #
 #   grpo                   (R - mean) / (std + eps), ddof 1     https://arxiv.org/abs/2402.03300
 #   dr_grpo                R - mean                             https://arxiv.org/abs/2503.20783
@@ -48,19 +55,23 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
 #
 # rloo is unbiased. In R - mean, R_i is part of the mean, so R - mean is (G - 1) / G of rloo.
-# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
-# advantage is 0 for it, and in a group with fewer than two scored or with equal rewards.
+# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std, and
+# its advantage is 0. All advantages of a group are 0 if fewer than two of its completions are
+# scored, or if the rewards are equal.
 
 def equal(x, y):
-    """Are rewards equal but for rounding? Numbers or tensors. .1 + .2 is not .3: a sum is wrong by
-    about 1e-16 of its largest part. That part may be far larger than the sum, so the limit is 1e-9.
+    """Returns whether rewards are equal up to rounding; x and y are numbers or tensors. .1 + .2 is
+    not .3: a sum is wrong by about 1e-16 of its largest part. That part may be far larger than the
+    sum, so the limit is 1e-9.
     """
     return abs(x - y) <= 1e-9 * (1 + abs(x) + abs(y))
 
 
 def _groups(rewards, group, scored):
-    """Returns R (P, G), 0 where unscored; scored (P, G); and whether a prompt's rewards are equal,
-    (P, 1), True where none is scored."""
+    """Reshapes the rewards and scored (N,) by prompt. Returns the rewards (P, G), 0 where unscored;
+    scored (P, G); and whether the scored rewards of each prompt are equal, (P, 1), which is True if
+    none is scored.
+    """
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
     lowest = torch.where(S, R, torch.inf).amin(1, keepdim=True)
@@ -68,7 +79,8 @@ def _groups(rewards, group, scored):
 
 
 def keep_groups(rewards, group, scored):
-    """Rewards before any penalty, (N,) -> (P,): do the rewards of a prompt differ?
+    """Returns for each prompt whether the rewards of its scored completions differ: (N,) -> (P,)
+    bool. rewards: those before any penalty.
 
     DAPO's dynamic sampling: https://arxiv.org/abs/2503.14476, section 3.2
     """
@@ -76,11 +88,16 @@ def keep_groups(rewards, group, scored):
 
 
 def group_advantages(rewards, group, *, kind, eps, scored):
-    """rewards (N,), scored (N,) bool -> advantages (N,). kind: --advantage. eps: beside a std."""
+    """Returns the advantage of each completion relative to its group, (N,). The comment above
+    `equal` has the formula of each `kind`.
+
+    rewards (N,), scored (N,) bool. kind: grpo, dr_grpo, rloo or reinforce++-baseline; it raises a
+    ValueError for any other. eps: added to the std of grpo.
+    """
     R, S, equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
-    n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)  # of the scored ones
+    n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)  # over the scored completions
     A = R - total / n.clamp(min=1)
-    others = (n - 1).clamp(min=1)  # how many
+    others = (n - 1).clamp(min=1)  # the number of other scored completions
     if kind == "grpo":
         std = (torch.where(S, A, 0).square().sum(1, keepdim=True) / others).sqrt()
         A = A / (std + eps)
@@ -92,8 +109,9 @@ def group_advantages(rewards, group, *, kind, eps, scored):
 
 
 def batch_std(rewards, scored):
-    """The standard deviation of the global batch's scored rewards, ddof 1. For an --advantage of a
-    file."""
+    """Returns the standard deviation of the scored rewards of the global batch, ddof 1. It is for
+    an --advantage of a file.
+    """
     x = rewards[scored]
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
 
@@ -102,12 +120,13 @@ def batch_std(rewards, scored):
 
 
 def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
-    """A KL penalty on each token, the score at the end.    https://arxiv.org/abs/1909.08593
+    """Returns a reward for each token, (M,): a KL penalty, and the score of the completion at its
+    last token. https://arxiv.org/abs/1909.08593
 
         R_t = [t is the last token] * score - kl_coef * (logp_t - ref_t)
 
-    scores, lengths: (N,). logprobs: of pi_old, (M,). ref_logprobs: (M,), or None for no penalty.
-    Returns (M,). The policy gradient of this reward lowers KL(pi || ref) of whole completions.
+    scores, lengths: (N,). logprobs: those of pi_old, (M,). ref_logprobs: (M,), or None for no
+    penalty. The policy gradient of this reward lowers KL(pi || ref) of whole completions.
     """
     rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
     last = lengths.cumsum(0) - 1  # (N,): a completion without a token has none
@@ -118,21 +137,22 @@ def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
 
 
 def gae(rewards, values, lengths, *, gamma, lam):
-    """Generalized advantage estimation. (M,), lengths (N,) -> advantages, returns (M,).
+    """Returns the advantages and returns (M,) of generalized advantage estimation.
 
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[t] is V of the prompt and the tokens before t. A token that an environment put between
-    two turns is in none of these vectors: it was not sampled, so it is no step.
+    rewards, values: (M,). lengths: (N,). values[t] is V of the prompt and the tokens before t. A
+    token that an environment put between two turns is in none of these vectors: it was not sampled,
+    so it is no step.
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
-    # Back from the last tokens, for all completions at once. The longest completion comes first, so
-    # those that still have a token are always the first ones. Lengths [2, 3] give the tokens
-    # [4, 1], then [3, 0], then [2].
+    # The loop goes back from the last tokens, for all completions at once. The longest completion
+    # comes first, so those that still have a token are always the first ones. Lengths [2, 3] give
+    # the tokens [4, 1], then [3, 0], then [2].
     longest = lengths.argsort(descending=True)
-    lengths, last = lengths[longest], (lengths.cumsum(0) - 1)[longest]  # last: their last tokens
+    lengths, last = lengths[longest], (lengths.cumsum(0) - 1)[longest]  # last: of last tokens
     next_value = next_advantage = rewards.new_zeros(len(lengths))
     for back in range(max(lengths.tolist(), default=0)):
         left = int((lengths > back).sum())  # completions that still have a token
@@ -144,13 +164,17 @@ def gae(rewards, values, lengths, *, gamma, lam):
 
 
 def rewards_to_go(rewards, lengths):
-    """A_t = sum_{i>=t} R_i, for REINFORCE++."""
+    """Returns the advantages (M,) of REINFORCE++: A_t = sum_{i>=t} R_i over the completion's
+    tokens.
+    """
     return gae(rewards, torch.zeros_like(rewards), lengths, gamma=1.0, lam=1.0)[0]
 
 
 def whiten(values, among):
-    """(x - mean) / sqrt(var + 1e-8) of the values `among` (bool) in the global batch, ddof 1; 0
-    elsewhere, and exactly 0 for `equal` values."""
+    """Whitens the values (M,) that `among` (M,) bool selects in the global batch: (x - mean) /
+    sqrt(var + 1e-8), ddof 1. The result is 0 elsewhere, and exactly 0 if the selected values are
+    `equal`.
+    """
     x = values.double()[among]
     white = torch.zeros_like(x)
     if len(x) and not equal(x.max(), x.min()):
@@ -160,12 +184,12 @@ def whiten(values, among):
 
 # ---- policy losses
 #
-# All take logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs (n,),
-# clip_low, clip_high, dual_clip, and draws: a function that gives each token a random number, for
-# a loss that draws. They return token_loss (n,), metrics. A loss names what it uses, and **others
-# takes the rest. row and n_rows are for a loss of a whole completion. With one update per rollout
-# r = 1, and the gradient is REINFORCE's.
-# Metrics, (n,), are averaged with the loss's weights:
+# Each is called with logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs
+# (n,), clip_low, clip_high, dual_clip, and draws: a function that returns a random number for each
+# token, for a loss that needs one. It returns token_loss (n,), metrics. The parameters of a loss
+# name what it uses, and **others takes the rest. row and n_rows are for a loss of a whole
+# completion. With one update per rollout r = 1, and the gradient is REINFORCE's.
+# The metrics, (n,) each, are averaged with the weights of the loss:
 #
 #   ratio        r_t, or GSPO's s
 #   clip_frac    1 where a bound acts
@@ -173,17 +197,21 @@ def whiten(values, among):
 
 
 def ratio_metrics(log_ratio, ratio, cut):
-    """log_ratio, ratio, and cut: whether a bound acts, (n,) → metrics, (n,) without gradient."""
+    """Returns the metrics of a policy loss, (n,) each, without gradient. log_ratio, ratio: (n,).
+    cut (n,) bool: whether a bound acts on the token.
+    """
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return {"ratio": ratio, "clip_frac": cut.to(ratio.dtype),
             "approx_kl": log_ratio.exp() - 1 - log_ratio}
 
 
 def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c).
+    """Returns the token loss and its metrics, (n,) each.
 
-    log_ratio: log of the token's ratio, for approx_kl. log_r: log of r, which is the token's ratio
-    too, or a sequence's.
+        -min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)
+
+    log_ratio: the log of the token's ratio, for approx_kl. log_r: the log of r, which is the
+    token's ratio too, or a sequence's.
     """
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
     # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient.
@@ -197,15 +225,19 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
 
 
 def clip_loss(logp, old, A, row, **bounds):
-    """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347"""
+    """Returns PPO's clipped loss and its metrics. https://arxiv.org/abs/1707.06347
+
+        -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
+    """
     return _clipped(logp - old, logp - old, A, **bounds)
 
 
 def gspo_loss(logp, old, A, row, *, n_rows, **bounds):
-    """GSPO-token: one ratio a sequence, the geometric mean of its tokens'.
+    """Returns the loss of GSPO-token and its metrics. There is one ratio for each sequence, the
+    geometric mean of the ratios of its tokens.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
-        s_t = sg[s] * exp(logp_t - sg[logp_t])    (in value s)
+        s_t = sg[s] * exp(logp_t - sg[logp_t])    (equal to s in value)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
     The paper clips at 3e-4 and 4e-4, with --aggregation sequence. With --aggregation token, a
@@ -216,7 +248,8 @@ def gspo_loss(logp, old, A, row, *, n_rows, **bounds):
 
 
 def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
-    """CISPO: REINFORCE with a clipped importance weight; no token loses its gradient.
+    """Returns the loss of CISPO and its metrics. It is REINFORCE with a clipped importance weight,
+    so no token loses its gradient.
 
         -sg[clip(r_t, 1 - low, 1 + high)] * A_t * logp_t    https://arxiv.org/abs/2506.13585
 
@@ -228,7 +261,9 @@ def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
 
 
 def reinforce_loss(logp, old, A, row, **others):
-    """-A_t * logp_t. No ratio corrects a second update.  https://doi.org/10.1007/BF00992696"""
+    """Returns the loss of REINFORCE, -A_t * logp_t, and its metrics. No ratio corrects a second
+    update with the same completions. https://doi.org/10.1007/BF00992696
+    """
     ratio = (logp - old).exp()
     return -A * logp, ratio_metrics(logp - old, ratio, torch.zeros_like(ratio))
 
@@ -237,7 +272,7 @@ LOSSES = {"clip": clip_loss, "gspo": gspo_loss, "cispo": cispo_loss, "reinforce"
 
 
 def capped_ratio(logp, old):
-    """exp(logp - old), at most exp(20) as in verl: finite."""
+    """Returns exp(logp - old), at most exp(20) as in verl, so that it is finite."""
     return (logp - old).clamp(max=20).exp()
 
 
@@ -245,24 +280,31 @@ def capped_ratio(logp, old):
 
 
 def value_loss(V, V_old, R, *, clip):
-    """PPO's critic loss and clip_frac, (n,).    https://github.com/openai/baselines, ppo2/model.py
+    """Returns PPO's critic loss for each token and whether its bound acts (clip_frac), (n,) each.
 
         0.5 * max((V - R)^2, (V_clip - R)^2)    V_clip = clip(V, V_old - clip, V_old + clip)
+                                                https://github.com/openai/baselines, ppo2/model.py
+
+    V, V_old, R (n,): the values with gradient, those before the update, and the returns. clip: None
+    for no bound.
     """
-    # V_old + (V - V_old).clamp(-clip, clip) would round where V is inside.
+    # V_old + (V - V_old).clamp(-clip, clip) would round where V is within the bounds.
     V_clip = V if clip is None else V.clamp(V_old - clip, V_old + clip)
     error, clipped_error = (V - R).square(), (V_clip - R).square()
     return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).to(error.dtype)
 
 
 def kl_estimate(logp, ref, *, kind, old=None):
-    """KL(pi || ref) from samples of pi, per token, (n,).    http://joschu.net/blog/kl-approx.html
+    """Returns an estimate of KL(pi || ref) for each token (n,), from samples of pi.
 
         d = logp - ref          k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
         k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
+        k1, k2, k3: http://joschu.net/blog/kl-approx.html
 
-    As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
-    As a loss of one token, with the tokens before it held fixed, the expected gradient is
+    logp, ref, old: (n,). kind: one of these names; only k3_ratio needs `old`.
+
+    As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order. As
+    a loss of one token, with the tokens before it held fixed, the expected gradient is
         k1              0
         k2, k3_ratio    that of KL(pi || ref)
         k3 (GRPO's)     that of KL(ref || pi)
@@ -276,7 +318,7 @@ def kl_estimate(logp, ref, *, kind, old=None):
 
 
 def adaptive_kl(coef, kl, *, target, horizon, n):
-    """The coefficient after a rollout of n completions.    https://arxiv.org/abs/1909.08593
+    """Returns the KL coefficient after a rollout of n completions. https://arxiv.org/abs/1909.08593
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
 
@@ -290,14 +332,18 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
 
 def engine_correction(old, engine, row, *, n_rows, kind, low, high):
-    """Factors that correct for sampling with the engine, (n,), detached, and their metrics.
+    """Returns factors (n,), without gradient, that correct the loss for sampling with the engine
+    instead of the trainer, and their metrics.
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, from before the update
         truncate    min(w_t, high)      TIS, high 2: https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0    IcePop, .5 and 5: https://arxiv.org/abs/2510.18855
-        sequence_truncate, sequence_mask    the same of the product of a completion's w_t
+        sequence_truncate, sequence_mask    the same for the product of a completion's w_t
         sequence_mean   min(their geometric mean, high); its noise does not grow with the length
                     https://github.com/NVIDIA-NeMo/RL/pull/2269
+
+    old, engine: logprobs (n,) of the trainer before the update and of the engine. kind: one of
+    these names. low, high: the bounds.
     """
     log_ratio = old.detach() - engine
     if kind.startswith("sequence"):
@@ -318,16 +364,19 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
 #   constant    1 / (max_tokens * sequences)          Dr. GRPO
 #   prompt      1 / (its prompt's tokens * prompts)   DAPO's equation; ScaleRL, arXiv:2510.13786
 #
-# A completion not in the loss is in no denominator; one of advantage 0 is in them.
+# A completion that is not in the loss is in no denominator. One with advantage 0 is in them.
 
 
 def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
-    """lengths (B,), the tokens in the loss of a global minibatch's completions -> the weight of
-    each of their tokens, (B,). prompts (B,): the number of each one's prompt; None: all differ."""
+    """Returns the weight of each token of a completion, (B,) float64, for the B completions of a
+    global minibatch. It is 0 for a completion that is not in the loss. lengths (B,): how many
+    tokens of each completion are in the loss. prompts (B,): the number of each completion's prompt;
+    None: each completion has its own.
+    """
     lengths = lengths.double()
     n = (lengths > 0).sum().double()
     prompts = torch.arange(len(lengths)) if prompts is None else prompts
-    sums = prompts.bincount(weights=lengths)  # of each prompt's tokens
+    sums = prompts.bincount(weights=lengths)  # for each prompt, the tokens in the loss
     denominators = {"token": lengths.sum(), "sequence": lengths * n, "constant": max_tokens * n,
                     "prompt": sums[prompts] * (sums > 0).sum()}
     return torch.where(lengths > 0, 1 / denominators[aggregation], 0)

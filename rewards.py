@@ -3,8 +3,13 @@
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py
 
-An Item is a completion with its row. A call has what a reward gets at once: one item, or all of a
-prompt. A Pool has workers, which answer calls: an Answer for each item, which becomes a Score.
+An Item is a completion with its row. A call is what a reward's function gets at once: one item, or
+all items of a prompt. A Pool has worker processes, which answer calls with one Answer for each
+item. An Answer becomes a Score.
+
+A reward that hangs, raises or ends its process costs only its own completions, which then have no
+score. The file is read from the outside to the inside: the scoring of a batch, the check of the
+flags and rows before the first step, and at last the processes.
 """
 import contextlib
 import json
@@ -30,9 +35,9 @@ from verifiers import REWARDS, answers_of
 from worker import Item, Part
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-START_SECONDS = 120  # a worker's start, at most
-MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # the run ends after so many calls, in batches without one score
+START_SECONDS = 120  # the timeout of a worker's start
+MEMORY_GB = 4  # the memory limit of a worker
+FAILED_CALLS = 8  # the run ends after this many calls, in batches without a single score
 
 
 @dataclass
@@ -54,14 +59,16 @@ class Score:
 
 @dataclass
 class Answer:
-    """What the workers found for an item."""
-    values: list  # of each part a number; None: it has none
-    error: str | None  # None: nothing failed
+    """What the workers returned for an item."""
+    values: list  # for each part a number; None: it has none
+    error: str | None  # the last error of a reward; None: nothing failed
 
     def score(self, parts: list[Part]) -> Score:
-        """Returns the weighted sum of the values. NaN means that a reward does not apply to the row
-        (functions of TRL's form return None for it): the others count. None means that a reward
-        failed or cannot say: then the completion has no score. Without parts it is 0.
+        """Returns the weighted sum of the values as a Score. NaN means that a reward does not apply
+        to the row (functions of TRL's form return None for it), and the sum is over the other
+        rewards. None means that a reward failed or has no value for the completion, and then the
+        completion has no score. It has none either if no reward applies. Without --reward the sum
+        is 0. parts: the rewards, in the order of `values`.
         """
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
@@ -79,16 +86,17 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Scores the samples of a step, and notes text and score in each, on every rank. `group`
-    neighbours share a prompt. All ranks must call it (a collective).
+    """Scores the samples of a step on all ranks, and stores text and score in each sample, on every
+    rank. `group` neighbouring samples share a prompt. run: the run.Run. All ranks must call it (a
+    collective).
     """
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
-        size = group if run.scorer.groups else 1  # completions of a call
+        size = group if run.scorer.groups else 1  # how many completions are one call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
         items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
-        run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1: before the first
+        run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
@@ -98,7 +106,7 @@ def score_samples(run, samples: list, group: int) -> None:
 
 
 def item_of(sample, text) -> Item:
-    """Returns what a worker gets of a sample. text: the function that decodes ids."""
+    """Returns the Item that a worker gets for a sample. text: the function that decodes ids."""
     row, completion = sample.prompt.row, sample.completion
     words = text(completion.ids)
     return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
@@ -106,20 +114,19 @@ def item_of(sample, text) -> Item:
 
 
 def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
-    """Returns the scores of the items, of which `size` neighbours are one call. Without --reward
-    each is 0, of no parts.
-    """
+    """Returns a Score for each item. `size` neighbouring items are one call."""
     return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
     """Prints the first failure of a run. Raises a SettingsError after batches without a single
-    score, once they made FAILED_CALLS calls.
+    score, once they have made FAILED_CALLS calls in a row.
 
-    errors: of each completion, on all ranks; None: it has a score. calls: how many were made.
+    errors: why each completion of the batch, on all ranks, has no score; None: it has one. calls:
+    how many calls the batch made.
     """
     failure = next(filter(None, errors), None)
-    # One score (no error) starts the count again; a batch without any adds all its calls.
+    # One score (an error of None) resets the count; a batch without any score adds all its calls.
     pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
@@ -133,7 +140,9 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 # ---- the flags and the rows ----
 
 def parse(specs: list[str]) -> list[Part]:
-    """Reads the words of --reward → parts. Raises a SettingsError with all mistakes."""
+    """Returns the Part of each word of --reward: NAME or FILE.py:FUNCTION, with :WEIGHT if it is
+    not 1. Raises a SettingsError that lists all mistakes.
+    """
     parts, mistakes = [], []
     of_parts = {name: path for known in asked("REWARDS").values() for name, path in known.items()}
     for spec in specs:
@@ -163,16 +172,16 @@ def parse(specs: list[str]) -> list[Part]:
 
 
 def file_of(path: str) -> str:
-    """Returns the path of a reward's file: in the current folder or, as for --loss, in the
-    project's.
+    """Returns the path of a reward's file: in the current folder, or else, as for --loss, in the
+    folder of this project.
     """
     return path if os.path.isfile(path) else os.path.join(ROOT, path)
 
 
 def check(specs: list[str], args) -> tuple[list, list[str]]:
-    """Starts a worker to see whether the rewards load, and returns what it says of them: (the
-    columns that they need, the names of those that are `async def`). Raises a SettingsError if one
-    cannot be loaded.
+    """Starts a worker to find out whether the rewards can be loaded. Returns the columns that they
+    need, as (reward, column), and the names of those that are `async def`. Raises a SettingsError
+    if one of them cannot be loaded. specs: the words of --reward.
     """
     parse(specs)
     with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
@@ -181,8 +190,8 @@ def check(specs: list[str], args) -> tuple[list, list[str]]:
 
 
 def check_rows(needs: list, rows: list, flag: str = "reward"):
-    """Raises a SettingsError if a row lacks a column that a reward needs, or has an answer that no
-    reward can read. needs: [(reward, column), …].
+    """Raises a SettingsError if a row has no column that a reward needs, or has an answer that no
+    reward can read. needs: [(reward, column), …]. flag: the flag in the message.
     """
     for name, column in needs:
         for row in rows:
@@ -195,10 +204,10 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
 
 
 def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
-    """Calls the functions of files once, for a made-up completion of the first row, before weights
-    load. Raises a SettingsError if what one returns can be no reward. One that raises, or is late,
-    may be right for a real completion: `notes` gets a line. One that is `async def` asks a server,
-    and is not called.
+    """Calls the functions of files once, for a made-up completion of the first row, before the
+    weights are loaded. Raises a SettingsError if a result cannot be a reward. If a function raises
+    an error or is late, it may be right for a real completion, so `notes` gets a line instead. An
+    `async def` function asks a server and is not called. waits: the names of these.
     """
     if waits or not rows or not any(".py:" in spec for spec in args.reward):
         return
@@ -222,15 +231,15 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
 # ---- the processes ----
 
 class Worker:
-    """A process that leads a session, so that all that its rewards fork is killed with it. It runs
-    `work` of a module, such as worker.py. what: the arguments of `load` there. seconds: how long a
-    message to it may take.
+    """A worker process, which runs `work` of a module such as worker.py. It leads a session, so
+    that all processes that its rewards fork are killed with it. module: the name of the module.
+    what: the arguments of `load` there. seconds: the timeout of sending it a message.
     """
 
     def __init__(self, module: str, what: tuple, seconds: float):
         self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(seconds)  # it may have stopped reading
+        self.socket.settimeout(seconds)  # the process may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0",  # a set has the same order in every worker
                        "PYTHONPATH": ROOT}
@@ -242,12 +251,13 @@ class Worker:
         self.send((int(MEMORY_GB * 2**30), *what))
 
     def send(self, message) -> None:
-        """Sends it a message. Raises an OSError if it has ended, or does not read."""
+        """Sends a message to the process. Raises an OSError if it has ended or does not read."""
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
-        """Returns its next message. Raises an OSError if it ended or sent none within `seconds`.
-        Messages are JSON: to unpickle what a reward wrote could run its code in the trainer.
+        """Returns the next message of the process. Raises an OSError if the process has ended or if
+        no message came within `seconds`. Messages are JSON, because to unpickle what a reward wrote
+        could run its code in the trainer.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self.received:
@@ -265,9 +275,9 @@ class Worker:
         return json.loads(line)
 
     def kill(self) -> int:
-        """Ends its session and returns its exit code."""
+        """Kills all processes of the worker's session, and returns the exit code of the worker."""
         if self.code is None:
-            with contextlib.suppress(ProcessLookupError):  # no process is left
+            with contextlib.suppress(ProcessLookupError):  # no process of the session is left
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.code = self.process.wait()
             self.socket.close()
@@ -275,26 +285,28 @@ class Worker:
 
 
 class Pool:
-    """Worker processes that score completions, and a thread for each, which gives it calls and
-    waits for its answers. A worker that is late or dies is killed, and another one takes its place.
+    """Worker processes that score completions. Each has a thread in the trainer, which gives it
+    calls and waits for its answers. A worker that is late or dies is killed, and a new one replaces
+    it.
 
-    specs: the words of --reward. args: the script's.
+    specs: the words of --reward. args: those of the script.
     """
     flag: ClassVar = "reward"
-    module: ClassVar = "worker"  # of its workers
+    module: ClassVar = "worker"  # the module that its workers run
     answer: ClassVar = Answer
 
     def __init__(self, specs: list[str], args):
         self.args, self.parts = args.reward_args, self.parse(specs) if specs else []
-        self.tried = threading.Event()  # one worker started, or could not
-        self.refused = ""  # why no worker starts
-        # What a worker says of the functions:
-        self.groups = False  # does one take all completions of a prompt in one call?
+        self.tried = threading.Event()  # set once a worker has started, or could not start
+        self.refused = ""  # why no worker can start
+        # What a worker reports of the functions:
+        self.groups = False  # True: one takes all completions of a prompt in one call
         self.waits = []  # the names of those that are `async def`
-        self.needs = None  # [(reward, column that it needs), …]
-        self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
+        self.needs = None  # [(reward, column that it needs), …]; None: no worker has loaded them
+        self.unanswered, self.warned = 0, False  # for `report`: calls without a score; printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        # Lists of calls, which are slices of a batch; None ends a thread.
+        # The threads take lists of calls from the inboxes. A call is a slice of the items. None
+        # ends a thread.
         self.inboxes = self.make_inboxes(self.args.reward_workers if self.parts else 0)
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
@@ -302,7 +314,7 @@ class Pool:
             thread.start()
 
     def parse(self, specs: list[str]) -> list[Part]:
-        """Reads the words of the flag → parts."""
+        """Returns the Part of each word of the flag."""
         return parse(specs)
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
@@ -314,11 +326,13 @@ class Pool:
         return (self.parts,)
 
     def take(self, told: list) -> None:
-        """Notes what a worker's `load` returned about the functions."""
+        """Stores what a worker's `load` returned about the functions (see worker.load)."""
         self.groups, self.waits, self.needs = told
 
     def wait(self) -> None:
-        """Returns once a worker has loaded the rewards. Raises a SettingsError if none can."""
+        """Returns once a worker has loaded the rewards. Raises a SettingsError if none can. Without
+        rewards, it returns at once.
+        """
         if not self.parts:
             return
         self.tried.wait()
@@ -326,8 +340,8 @@ class Pool:
             raise SettingsError(self.refused)
 
     def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
-        """Returns an Answer for each item. `size` neighbours are one call. Without --reward no
-        worker is asked, and each Answer has no values.
+        """Has the workers score the items, and returns an Answer for each. `size` neighbouring
+        items are one call. Without --reward no worker is asked, and each Answer has no values.
         """
         if not self.parts:
             return [self.answer([], None) for _ in items]
@@ -338,22 +352,23 @@ class Pool:
         return self.answers
 
     def put(self, calls: list[slice]) -> None:
-        """Puts the calls into the inboxes, in lists: a worker gets all calls of a list at once.
+        """Puts the calls into the inboxes, in lists; a worker gets all calls of one list at once.
         Here each call is alone in its list.
         """
         for call in calls:
             self.inboxes[0].put([call])
 
     def close(self):
-        """Ends the workers."""
+        """Ends the threads and the workers."""
         for inbox in self.inboxes:
             inbox.put(None)
         for thread in self.threads:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """Runs a thread: takes calls from the inbox, and gives them to a worker that it starts and
-        replaces. The worker ends with the thread's process, by Linux' PDEATHSIG.
+        """Runs a thread: takes lists of calls from the inbox and has its worker answer them. The
+        thread starts the worker and replaces it when it fails. The worker ends with the trainer's
+        process, by Linux' PDEATHSIG.
         """
         worker = None
         with contextlib.suppress(OSError):
@@ -363,7 +378,7 @@ class Pool:
             try:
                 worker = worker or self._start()
                 self.call(worker, calls)
-            except Exception as error:  # whatever a reward did to its worker
+            except Exception as error:  # a reward can end its worker in any way
                 if worker:
                     worker.kill()
                 worker = None
@@ -373,8 +388,8 @@ class Pool:
             worker.kill()
 
     def _start(self) -> Worker:
-        """Starts a worker and waits until it has loaded the rewards. Raises an OSError if it
-        cannot; the next batch tries again.
+        """Starts a worker, waits until it has loaded the rewards, and returns it. Raises an OSError
+        if it cannot load them; `refused` then has the reason, and the next batch tries again.
         """
         if self.refused:
             raise OSError(self.refused)
@@ -394,8 +409,8 @@ class Pool:
         return worker
 
     def call(self, worker: Worker, calls: list[slice]) -> None:
-        """Has a worker answer these calls, and notes the answers. Raises an exception if the worker
-        has none.
+        """Has a worker answer these calls, and stores the answers. Raises an exception if the
+        worker fails or does not answer in time.
         """
         batch = [self.items[call] for call in calls]
         worker.send((self.progress, batch))
@@ -403,12 +418,14 @@ class Pool:
             self.answers[call] = [self.answer(*of_item) for of_item in found]
 
     def seconds(self, batch: list[list[Item]]) -> float:
-        """Returns how many seconds a worker may take for these calls."""
+        """Returns how many seconds a worker may take for these calls: --reward_timeout for each
+        completion.
+        """
         return self.args.reward_timeout * sum(map(len, batch))
 
     def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """Handles the end of a worker. A call that was alone has no answer; of several, each is
-        made again, alone.
+        """Handles a failure of a worker. If it had one call, the items of that call get an Answer
+        with the error. If it had several, each is put into the inbox again, alone.
         """
         if len(calls) > 1:
             for call in calls:

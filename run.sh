@@ -12,10 +12,10 @@
 #
 # FLAGS go to the script: .venv/bin/python grpo.py --help lists them. A job is evaluated on held-out
 # rows before and after, and graded (exit status 1 if it missed) unless FLAGS change its length,
-# model, data, reward or evaluation. With --data nothing is left of what a job sets for its own rows,
-# with --model of what it sets for its model, and with the --name of a run that is there nothing at
-# all: the run goes on with its own flags. RANKS=1 ./run.sh trains on one rank (without it: one rank
-# for each GPU, or two without a GPU).
+# model, data, reward or evaluation. With --data nothing is left of what a job sets for its own
+# rows, with --model of what it sets for its model, and with the --name of a run that is there
+# nothing at all: the run goes on with its own flags. RANKS=1 ./run.sh trains on one rank (without
+# it: one rank for each GPU, or two without a GPU).
 set -euo pipefail
 case "${1:-}" in "" | -*) STARTED_AS=./run.sh ;; *) STARTED_AS="./run.sh $1" ;; esac
 export STARTED_AS  # for a run's first line
@@ -148,7 +148,8 @@ case "${1:-}" in
   ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
   kk)    shift; setup
          train grpo.py "--target_reward 0.4 0.5 --target_eval 0.3 0.5" "--model tiny:kk --lr 1e-4" \
-           "--steps 40 --data tiny:kk --reward kk01 --eval_data tiny:kk@test --max_tokens 128" "$@" ;;
+           "--steps 40 --data tiny:kk --reward kk01 --eval_data tiny:kk@test --max_tokens 128" \
+           "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py

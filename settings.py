@@ -1,7 +1,11 @@
 """settings.py: what a flag is: its range, the rules of several, and all flags by name.
 
-Each component has its flags in a dataclass of its own, a `Flags`, beside the code that reads them.
-A script's Args holds them in fields, so `args.engine_args.tp` is --tp.
+Each component has its flags in a dataclass of its own, a subclass of `Flags`, in the file that
+reads them. The Args of a script holds these dataclasses in fields, so `args.engine_args.tp` is the
+value of --tp.
+
+The file has three sections: the range of a number, in the type of its field; functions of one
+dataclass of flags; and functions of all flags of a script.
 """
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, ClassVar, get_args, get_type_hints
@@ -11,17 +15,19 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Range:
-    """The range of a flag, which stands in its type: finite numbers from `least` to `most`."""
+    """The range of a flag, written in the flag's type: the finite numbers from `least` to `most`.
+    """
     least: float = 0
     most: float = INF
-    above: bool = False  # `least` itself is too small
+    above: bool = False  # True: `least` itself is not allowed
 
     def has(self, x: float) -> bool:
-        """Returns whether x is in the range. nan and infinity are in none."""
+        """Returns whether x is in the range. nan and infinity are in no range."""
         enough = x > self.least if self.above else x >= self.least
         return enough and x <= self.most and abs(x) < INF
 
     def __str__(self) -> str:
+        """Returns the range in words, for a message: "at least 1 and at most 8"."""
         if self.least == -INF:
             return "a number"
         words = f"more than {self.least:,}" if self.above else f"at least {self.least:,}"
@@ -35,13 +41,17 @@ Number = Annotated[float, Range(-INF)]
 
 @dataclass
 class Flags:
-    """The flags of a component: a dataclass of this kind stands in the file that reads them."""
-    switch: ClassVar[str | None] = None  # the flag of these without which the others do nothing
-    fixed: ClassVar[tuple[str, ...]] = ()  # those with which a resumed run would be another run
+    """The base class of the dataclasses of flags. Each component defines one, in the file that
+    reads these flags.
+    """
+    # The name of the flag of this class without which its other flags have no effect.
+    switch: ClassVar[str | None] = None
+    # The names of the flags that a resumed run must not change: it would be another run.
+    fixed: ClassVar[tuple[str, ...]] = ()
 
     def rules(self, plan):
-        """Yields a sentence for each rule of several flags that these settings break. plan:
-        plan.Plan, whose `args` has the flags of all components.
+        """Yields a sentence for each rule about several flags that these settings break. plan: the
+        plan.Plan of the run, whose `args` has the flags of all components.
         """
         yield from ()
 
@@ -49,8 +59,9 @@ class Flags:
 # ---- the flags of one dataclass
 
 def ranges(group) -> dict[str, Range]:
-    """Returns {flag: Range} of a dataclass of flags. A number without a range in its type is at
-    least 0. A subclass that gives a flag another default keeps the range of the class above.
+    """Returns {flag: Range} for the fields of a dataclass of flags. A number whose type has no
+    Range must be at least 0. A subclass that gives a flag another default keeps the range of its
+    base class.
     """
     found = {field.name: Range() for field in fields(group)}
     for kind in reversed(type(group).__mro__):
@@ -63,8 +74,8 @@ def ranges(group) -> dict[str, Range]:
 
 
 def outside(group) -> dict[str, str]:
-    """Returns {flag: sentence} of the flags whose value is empty or not in its range. None is
-    allowed for each.
+    """Returns {flag: sentence} for the flags of a dataclass whose value is empty or not in its
+    range. Of a tuple each element is checked. None is allowed for every flag.
     """
     found = {}
     for name, allowed in ranges(group).items():
@@ -72,14 +83,15 @@ def outside(group) -> dict[str, str]:
         parts = value if isinstance(value, tuple) else (value,)
         if not all(allowed.has(x) for x in parts if isinstance(x, int | float)):
             found[name] = f"--{name} must be {allowed} (got {value})."
-        if "" in parts and name != "system":  # a template may have a system message of its own
+        if "" in parts and name != "system":  # "" replaces a template's own
             found[name] = f"--{name} must not be empty (got {value!r})."
     return found
 
 
 def needed(group: Flags, values: dict[str, object]) -> list[str]:
-    """Returns a sentence for each flag that was given and does nothing, because the `switch` of its
-    dataclass is off. values: of all flags, by name.
+    """Returns a sentence for each flag of `group` that was given but has no effect, because the
+    flag named by `switch` is not set. The list is empty if there is no `switch` or it is set.
+    values: {flag: value} of all flags of the script.
     """
     if group.switch is None or values[group.switch]:
         return []
@@ -88,7 +100,7 @@ def needed(group: Flags, values: dict[str, object]) -> list[str]:
 
 
 def not_default(group) -> list[str]:
-    """Returns the names of the flags of a dataclass that do not have their default."""
+    """Returns the names of the flags of a dataclass whose values differ from their defaults."""
     default = type(group)()
     return [field.name for field in fields(group)
             if getattr(group, field.name) != getattr(default, field.name)]
@@ -97,7 +109,9 @@ def not_default(group) -> list[str]:
 # ---- the flags of a script
 
 def groups(args) -> list[Flags]:
-    """Returns all dataclasses of flags of a script: args, and those in it, at any depth."""
+    """Returns all dataclasses of flags of a script: args itself, and those in its fields, at any
+    depth.
+    """
     return [args, *(group for value in vars(args).values() if is_dataclass(value)
                     for group in groups(value))]
 
@@ -109,8 +123,8 @@ def values_of(args) -> dict[str, object]:
 
 
 def changed(args, **values):
-    """Returns a copy of args in which these flags have other values, wherever they live. Raises a
-    TypeError if one of them is no flag of args.
+    """Returns a copy of args in which the given flags have other values, whichever dataclass they
+    are in. Raises a TypeError if one of the names is not a flag of args.
     """
     if unknown := values.keys() - values_of(args).keys():
         raise TypeError(f"there is no flag {', '.join(unknown)}")
@@ -123,8 +137,9 @@ def changed(args, **values):
 
 
 def restored(args, kept: dict):
-    """Returns a copy of args with the flags that `kept` has, as args.json and state.json keep them.
-    What `kept` has beside flags is left out.
+    """Returns a copy of args with the values of `kept`, which was read from args.json or state.json
+    of an earlier run. Keys of `kept` that are not flags are ignored. JSON has no tuples, so its
+    lists become tuples.
     """
     names = values_of(args).keys() & kept.keys()
     return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
@@ -132,8 +147,8 @@ def restored(args, kept: dict):
 
 
 def save_every(args) -> int:
-    """Returns the number of steps between two checkpoints: --save_every, or a tenth of --steps. 0:
-    there are none.
+    """Returns the number of steps between two checkpoints: the value of --save_every, or by default
+    a tenth of --steps, rounded up. 0 means that no checkpoint is written, as with --eval_only.
     """
     given = args.run_args.save_every
     if args.eval_args.eval_only:

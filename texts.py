@@ -1,4 +1,12 @@
-"""texts.py: a tokenizer's texts: what begins and ends them, and whether it is the folder's own."""
+"""texts.py: a tokenizer's texts: what begins and ends them, and whether it is the folder's own.
+
+The file has three sections. `templated` applies the chat template. The functions after it find the
+control tokens that begin and end messages, and convert between texts and token ids with respect to
+them. `check_tokenizer` checks that transformers and vLLM tokenize as the model's tokenizer.json
+does.
+
+"ids" are token ids. A control token is one of the tokenizer's added tokens, such as <|im_end|>.
+"""
 import json
 import re
 import shutil
@@ -15,9 +23,10 @@ from errors import SettingsError
 
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """Returns the text that the chat template makes of the messages. Its `strftime_now` reads the
-    tokenizer's `clock`, which inputs.py sets to when the run began. Raises a SettingsError if the
-    template raises an error.
+    """Returns the text that the chat template makes of the messages. The template's function
+    `strftime_now` reads the attribute `clock` of the tokenizer, which inputs.py sets to the time at
+    which the run began. options, more: further arguments of the template. Raises a SettingsError if
+    the template raises an error.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -30,9 +39,10 @@ def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
 # ---- what begins and what ends ----
 
 def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
-    """Returns the ids of a prompt. plain: with what the tokenizer puts before a text (BOS), and
-    without what it puts after. Raises a SettingsError if the prompt ends in the end token, where a
-    completion would end.
+    """Returns the ids of a prompt. If `plain` is True, they begin with what the tokenizer puts
+    before a text (BOS), but do not end with what it puts after one. Otherwise it adds nothing.
+    Raises a SettingsError if the prompt ends in the end token, because a completion would end
+    there.
     """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if plain:
@@ -45,8 +55,8 @@ def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
 
 
 def ids_after(text: str, tokenizer) -> list[int]:
-    """Returns the ids of a text that follows a control token: after it some tokenizers put no space
-    before the first word.
+    """Returns the ids of a text that follows a control token. They may differ from the ids of the
+    text alone: after a control token some tokenizers put no space before the first word.
     """
     known = tokenizer.added_tokens_decoder.values()
     mark = next((t.content for t in known if t.special and not t.rstrip), "")
@@ -55,9 +65,10 @@ def ids_after(text: str, tokenizer) -> list[int]:
 
 
 def eos_ids(source: str, tokenizer) -> list[int]:
-    """Returns the ids that end a completion, by the model's files, the tokenizer and the chat
-    template. source: the model's folder. Raises a SettingsError if a file names something else than
-    ids.
+    """Returns the ids that end a completion, sorted. They are the eos_token_id of the model's
+    generation_config.json (or else of its config.json), that of the tokenizer, and the token with
+    which the chat template ends a message of the assistant. source: the model's folder. Raises a
+    SettingsError if eos_token_id in the file is anything but ids.
     """
     path = Path(source) / "generation_config.json"
     found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
@@ -71,26 +82,26 @@ def eos_ids(source: str, tokenizer) -> list[int]:
 
 
 def texts_of(ids: list[int], tokenizer) -> list[str]:
-    """Returns the texts of those ids that are control tokens."""
+    """Returns the texts of those of the ids that are control tokens."""
     known = tokenizer.added_tokens_decoder
     return [known[i].content for i in ids if i in known]
 
 
 class Marks(NamedTuple):
-    """The control tokens of a tokenizer and its chat template."""
-    begins: list[str]  # of a chat or a message
-    end: list[str]  # the one, if any, that ends the assistant's
-    silent: list[str]  # all that begin, end or pad: no words
+    """The control tokens of a tokenizer and its chat template, as texts."""
+    begins: list[str]  # those that begin a chat or a message
+    end: list[str]  # the one that ends the assistant's message, or none
+    silent: list[str]  # all that begin, end or pad a text: they are no words
     normal: Callable[[str], str] = str  # the tokenizer's normalizer, such as NFKC
 
     def check(self, said) -> None:
-        """Raises a SettingsError if messages or schemas hold one of `silent`, or if the tokenizer's
-        normalizer makes one of their words.
+        """Raises a SettingsError if the words of a row contain a control token of `silent`, or if
+        the tokenizer's normalizer makes one out of them. said: messages or schemas of tools.
         """
         text = json.dumps(said, ensure_ascii=False, default=str)
         texts = text, self.normal(text)
         for mark in self.silent:
-            forms = [json.dumps(form, ensure_ascii=False)[1:-1]  # a quote in it is \" there
+            forms = [json.dumps(form, ensure_ascii=False)[1:-1]  # a quote is \" in `text`
                      for form in (mark, self.normal(mark).strip("▁") or mark)]
             if any(form in text for form in forms for text in texts):
                 raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
@@ -98,15 +109,16 @@ class Marks(NamedTuple):
 
 
 def reader(tokenizer, eos_ids: list[int]):
-    """Returns a function that decodes ids for a reward: without tokens that end, begin or pad.
-    Other control tokens, such as <think>, are words of the model.
+    """Returns a function that decodes the ids of a completion (a list or array) into the text for a
+    reward. The text leaves out the tokens that end, begin or pad a text. Other control tokens, such
+    as <think>, stay in it as words of the model.
     """
     texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
     silent = {i for i, t in known.items() if t.content in texts}
 
     def read(ids) -> str:
         ids = [int(i) for i in ids]
-        if ids and ids[-1] in eos_ids:  # it may be an ordinary token
+        if ids and ids[-1] in eos_ids:  # the end token may be an ordinary token
             ids.pop()
         return tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False,
                                 clean_up_tokenization_spaces=False)
@@ -114,9 +126,10 @@ def reader(tokenizer, eos_ids: list[int]):
 
 
 def marks_of(tokenizer, eos_ids=()) -> Marks:
-    """Finds the control tokens that begin and end messages, by rendering small chats. The end of
-    the assistant's message is what the template writes there, or else what begins the next message
-    (GLM).
+    """Finds the control tokens that begin and end messages, by rendering small chats with the
+    template. The token that ends the assistant's message is what the template writes there, or else
+    what begins the next message (GLM). eos_ids: further ids that end a completion; they become
+    `silent`.
     """
     known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
     controls = [t.content for t in known
@@ -124,10 +137,13 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
     token = "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)"
 
     def written(*roles: str) -> list[list[str]]:
-        """What comes first before, between and after messages: tokens, with a role among them."""
+        """Renders a chat with these roles and one word in each message. Returns the control tokens
+        that come directly before the first message, between two neighbours and after the last one.
+        The name of a role may be among them.
+        """
         text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
         if tokenizer.chat_template:
-            with suppress(SettingsError, ValueError, KeyError):  # it takes no such chat
+            with suppress(SettingsError, ValueError, KeyError):  # the template refuses such a chat
                 text = templated(chat, tokenizer, {})
         runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
                 for part in text.split("QX7")]
@@ -135,35 +151,38 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
 
     before, header, closing, *_ = written("user", "assistant")
     again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
-    header = [t for t in header if t not in closing][:1]  # <think> may follow
+    header = [t for t in header if t not in closing][:1]  # the first: <think> may follow
     begins = [t for t in before + system + again + header if t not in closing]
     begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
     silent = {*begins, *end, *texts_of(eos_ids, tokenizer), tokenizer.eos_token,
               tokenizer.pad_token}
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: it is not of `tokenizers`
+    # A tokenizer that does not use the library `tokenizers` has no backend_tokenizer.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     normal = backend.normalizer.normalize_str if backend and backend.normalizer else str
     return Marks(begins, end, [t.content for t in known if t.content in silent], normal)
 
 
 # ---- one reading of a text ----
 
-# What tokenizer_config.json may say so that transformers 4 and 5, and vLLM, take tokenizer.json as
-# it is. For some model_types (qwen2) transformers 5 heeds the first only beside an auto_map.
+# Changes of tokenizer_config.json with which transformers 4 and 5, and vLLM, use tokenizer.json as
+# it is. For some model_types (qwen2) transformers 5 respects the first only beside an auto_map.
 EDITS = [{"tokenizer_class": "PreTrainedTokenizerFast"}]
 EDITS += [EDITS[0] | {"auto_map": {"AutoTokenizer": ["-.-", None]}}]
 
 
 def check_tokenizer(tokenizer, folder: str, rows: list) -> None:
-    """Checks on the texts of these rows that transformers' tokenizer reads a text as the folder's
-    tokenizer.json does: to the same ids, and back to the same text, but for what its own normalizer
-    changes. Raises a SettingsError that shows the first text of which this is not so.
+    """Checks on the texts of these rows that transformers reads a text as the folder's
+    tokenizer.json does: that it gives the same ids, and that these decode to the same text. Also
+    checks that the ids decode to the original text, apart from what the normalizer of
+    tokenizer.json changes. Raises a SettingsError that shows the first text for which this fails.
 
-    For many a tokenizer_class transformers 5 takes of tokenizer.json the vocabulary alone, and that
-    class's pre_tokenizer and decoder: https://github.com/huggingface/transformers/issues/45488
+    For many a tokenizer_class, transformers 5 takes only the vocabulary from tokenizer.json, and
+    takes the pre_tokenizer and the decoder from that class:
+    https://github.com/huggingface/transformers/issues/45488
     """
     from transformers import PreTrainedTokenizerFast
     path = Path(folder, "tokenizer.json")
-    if not path.exists():  # a vocabulary alone: there is one reading
+    if not path.exists():  # a folder with a vocabulary alone has one reading
         return
     own = PreTrainedTokenizerFast(tokenizer_file=str(path))
     for text in (text for row in rows for text in (row.prompt, str(row.answer))):
@@ -191,9 +210,9 @@ def reading(tokenizer, text: str) -> tuple[list[int], str]:
 
 
 def words(tokenizer, text: str) -> list[str]:
-    """Returns what stands between the control tokens of a text, as tokenizer.json's normalizer has
-    it, without white space at its ends: some control tokens take it, and some decoders (▁ is a
-    space of sentencepiece).
+    """Returns the pieces of a text between its control tokens, as the normalizer of tokenizer.json
+    changes them. White space at the ends of a piece is removed, because some control tokens and
+    some decoders remove it (▁ is a space of sentencepiece).
     """
     marks = "|".join(re.escape(t.content) for t in tokenizer.added_tokens_decoder.values())
     normalizer = tokenizer.backend_tokenizer.normalizer
@@ -203,12 +222,13 @@ def words(tokenizer, text: str) -> list[str]:
 
 
 def works(folder: str, text: str, right: tuple) -> str:
-    """Returns the first of EDITS with which transformers reads this text right, tried on a copy of
-    the folder.
+    """Returns words for a message: the first of EDITS with which transformers gives the reading
+    `right` (ids and decoded text, see `reading`) of this text. Each edit is tried on a copy of the
+    folder. If none works, the words name the files to use instead.
     """
     from transformers import AutoTokenizer
     for edit in EDITS:
-        with TemporaryDirectory() as copy, suppress(Exception):  # transformers refuses it
+        with TemporaryDirectory() as copy, suppress(Exception):  # transformers may refuse the copy
             for path in Path(folder).glob("*.json"):
                 shutil.copyfile(path, Path(copy, path.name))
             path = Path(copy, "tokenizer_config.json")

@@ -1,15 +1,19 @@
 """verifiers.py: the names of the built-in rewards, and what rewards read: answers and boxes.
 
-A reward gets a completion, the answer of its row, and by name whatever else it asks for: the row's
-columns, prompt, tokens (how many were sampled) and truncated. A completion is hostile text: parse
-it, never evaluate it.
+A reward is a function that is called with a completion (a text), the answer of its row, and by name
+whatever other parameters it declares: the columns of the row, prompt, tokens (the number of sampled
+tokens) and truncated. A completion is hostile text: a reward must parse it and must never evaluate
+it.
+
+The file begins with the table of names. Then come the functions that rewards share, which read the
+answers of a row and the answer in a completion.
 """
 import functools
 import math
 import re
 from decimal import Decimal
 
-# The names of --reward, and their places: MODULE:FUNCTION.
+# {name of --reward: MODULE:FUNCTION}.
 REWARDS = {
     "exact": "examples.numbers:exact", "math": "examples.mathematics:math_reward",
     "short": "verifiers:short",
@@ -17,16 +21,19 @@ REWARDS = {
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
     "reasoning_gym": "examples.reasoning_gym_tasks:score"}
-# Called first, in a worker: libraries that would evaluate what a model wrote.
+# {name of --reward: a function that the worker calls before it loads the reward}. These rewards use
+# libraries that would evaluate the text of a completion; the function prevents that.
 GUARDS = {"math": "examples.mathematics:guard_math",
           "reasoning_gym": "examples.reasoning_gym_tasks:shut_eval"}
 
 
 def answers_of(answer) -> list:
-    """Returns the right answers of a row as a list of texts and numbers, of which any will do.
-    Raises a ValueError if the answer is none of these.
+    """Returns the right answers of a row as a list of texts and numbers, any of which is accepted.
+    An answer that is a list is returned as it is, and a single one as a list of one. Raises a
+    ValueError if the answer, or an element of it, is neither a text that is not blank nor a finite
+    number.
     """
-    if isinstance(answer, dict):  # Logic-RL's
+    if isinstance(answer, dict):  # the form of Logic-RL's rows
         answer = answer.get("solution_text_format", answer)
     found = answer if isinstance(answer, list) else [answer]
     if not found or not all(map(is_answer, found)):
@@ -36,15 +43,15 @@ def answers_of(answer) -> list:
 
 
 def is_answer(value) -> bool:
-    """Returns whether a value is a text that is not blank, or a finite number."""
+    """Returns whether a value is a text that is not blank, or a finite int, float or Decimal."""
     if isinstance(value, str):
         return bool(value.strip())
     return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
 
 
 def any_answer(reward):
-    """Wraps a reward of one answer into a reward of all answers that a row may have: the best one
-    counts.
+    """Wraps a reward that takes one right answer, so that the row may have several. The wrapped
+    reward returns the largest reward over these answers.
     """
     @functools.wraps(reward)
     def best(completion, answer, **row):
@@ -53,8 +60,9 @@ def any_answer(reward):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns what is in the last \boxed{...} or \fbox{...} of a text, or after a \boxed without
-    braces up to a $ or the end of the line. None: there is no box. "": its brace is not closed.
+    r"""Returns the contents of the last \boxed{...} or \fbox{...} in a text. After a \boxed without
+    braces, they are what follows up to a $ or the end of the line. Returns None if there is no box,
+    and "" if its brace is not closed.
     """
     *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?:\s*(\{)|[ \t]([^$\n]*))", text)]
     if not box or not box[1]:
@@ -68,14 +76,16 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Returns what is in the last <answer>...</answer> of a text, or None."""
+    """Returns the text within the last <answer>...</answer>, without white space at its ends, or
+    None if there is none.
+    """
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
 
 
 def short(completion, tokens, **row):
-    """A reward that makes completions short: with `short:0.1` a completion of 2,000 tokens costs
-    0.2.
+    """Returns a reward that favours short completions: minus the number of sampled tokens, divided
+    by 1,000. With `--reward short:0.1` a completion of 2,000 tokens loses 0.2.
     """
     return -tokens / 1000

@@ -1,8 +1,12 @@
 """worker.py: the process that calls a reward's function. rewards.py may kill it.
 
-It imports no torch. A function of a reward file is found, called, and its result checked. The names
-of its parameters show whether it takes one completion (ours) or lists (TRL's):
+It imports no torch. The parameter names of a reward's function show whether the function takes one
+completion (our form) or lists of them (TRL's form):
 docs/use/data_and_rewards.md. examples/adapters.py is for functions of verl and EasyR1.
+
+The file is read in the order in which a reward is used: `Reward` is a loaded function; `find` and
+the functions below it import its file; `read_signature` reads its parameters; and `work` is the
+process, which receives completions and sends back the results.
 """
 import contextlib
 import ctypes
@@ -31,11 +35,11 @@ from verifiers import GUARDS, REWARDS
 # ---- functions ----
 
 ROOT = Path(__file__).absolute().parent
-TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
+TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's trainer_state we have
 
 
 class Item(NamedTuple):
-    """A completion with its row, as a worker gets it."""
+    """A completion with its row, as a worker receives it."""
     prompt: str
     completion: str
     answer: object
@@ -43,28 +47,28 @@ class Item(NamedTuple):
     tokens: int
     truncated: bool
     completion_ids: list[int] | None = None
-    turns: list[dict] | None = None  # messages; None: one turn
+    turns: list[dict] | None = None  # its messages; None: it is one message
 
 
 class Part(NamedTuple):
     """One of the rewards that --reward adds up."""
     name: str
     weight: float
-    path: str | None  # of your own function
+    path: str | None  # the file of a function of the user; None: a built-in reward
 
 
 @dataclass
 class Reward:
-    """A reward's function that was loaded, and how it is called."""
+    """The loaded function of a reward, and how it is called."""
     function: Callable
-    takes: list[str] | None  # its parameters; None: any
-    groups: bool = False  # does one call take all completions of a prompt, as TRL's do?
-    words: ClassVar = ("completions", "completion", "turns")  # a parameter of it is one of these
+    takes: list[str] | None  # its parameters; None: any (it has **kwargs)
+    groups: bool = False  # True: one call takes all completions of a prompt, as in TRL
+    words: ClassVar = ("completions", "completion", "turns")  # it needs one of these parameters
     nothing: ClassVar = Item("", "", None, {}, 0, False)
 
     def given(self, items: list) -> dict:
-        """Returns all arguments that the function may take, by name. items: one completion, or all
-        completions of a prompt.
+        """Returns {name: argument} of all arguments that the function may declare. items: one
+        completion, or, if the function takes groups, all completions of a prompt.
         """
         items = [it._replace(turns=it.turns or [{"role": "assistant", "content": it.completion}])
                  for it in items]
@@ -74,17 +78,19 @@ class Reward:
         return fields.pop("row") | fields
 
     def start(self, items: list):
-        """Calls the function for one item, or for all of a group, and returns what it returns."""
+        """Calls the function for one item, or for all items of a group, with those arguments that
+        it declares. Returns its result, which is a coroutine if the function is `async def`.
+        """
         given = self.given(items)
         if self.takes is not None:
             given = {name: value for name, value in given.items() if name in self.takes}
         return self.function(**given)
 
     def values(self, result, items: list) -> list:
-        """Turns what the function returned into a number for each item. None: the item has no
-        number. NaN: TRL's None, which means that the reward does not apply. A text: what is wrong
-        with one item of a group. Raises a TypeError or a ValueError if the result is no reward at
-        all.
+        """Returns a value for each item from the function's result. A number is the reward. None:
+        the item has no reward. NaN: the function returned None for a group's item (TRL's form), so
+        the reward does not apply to its row. A text: what is wrong with the value of one item of a
+        group. Raises a TypeError or a ValueError if the result as a whole cannot be used.
         """
         if not self.groups:
             return [number(result)]
@@ -103,7 +109,9 @@ class Reward:
 # ---- the file ----
 
 def find(part: Part):
-    """Returns the function of a reward. None: its file has no function of this name."""
+    """Returns the function of a reward, or None if its file has no function of this name. Before a
+    built-in reward is looked up, its guard (verifiers.GUARDS) is called.
+    """
     if part.path:
         return getattr(import_file(Path(os.path.abspath(part.path))), part.name, None)
     if part.name in GUARDS:
@@ -112,9 +120,9 @@ def find(part: Part):
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a file of rewards under its own name, with its folder first on sys.path, as `python
-    FILE` would have it: so the reward's own processes can import it too. Ends the worker
-    (SystemExit) if the name finds another module.
+    """Imports a file of rewards under its own name and returns the module. Its folder is put first
+    on sys.path, as in `python FILE`, so the processes that the reward starts can import the file
+    too. Ends the worker (SystemExit) if that name finds another module.
     """
     folder, name = str(path.parent), path.stem
     if folder not in sys.path:
@@ -127,8 +135,8 @@ def import_file(path: Path) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Loads a file of losses, advantages or rows in the trainer's process, and returns the module.
-    Its folder comes last on sys.path, so what lies beside it hides no module of ours.
+    """Loads a file of losses, advantages or rows in the trainer's process and returns the module.
+    Its folder is put last on sys.path, so files beside it cannot hide a module of this project.
     """
     spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -140,9 +148,10 @@ def load_file(path: Path) -> ModuleType:
 # ---- the parameters ----
 
 def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
-    """Reads the parameters of a reward's function → a `kind`, and [(name of the reward, column of
-    the row that it needs), …]. Ends the worker (SystemExit) with a sentence if the file has no such
-    function, or if its parameters are those of no reward.
+    """Reads the parameters of a reward's function. Returns a `kind`, which holds the function, and
+    a list of (name of the reward, column of the row that it needs). Ends the worker (SystemExit)
+    with a sentence if the file has no such function, or if its parameters are not those of a
+    reward.
     """
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
@@ -158,14 +167,14 @@ def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[R
     reward = kind(function, None if any_name else list(named), word == "completions")
     given = reward.given([kind.nothing]).keys()
     if not part.path:
-        given -= {"answer"}  # it must not be None
+        given -= {"answer"}  # a built-in reward needs an answer that is not None
     return reward, [(part.name, name) for name, p in named.items()
                     if p.default is p.empty and name not in given]
 
 
 def as_lists(items: list[Item]) -> dict:
-    """Returns what a function of TRL's form gets: a list for each field of the items and for each
-    column of their rows.
+    """Returns {name: argument} for a function of TRL's form: a list over the items for each of
+    their fields and for each column of their rows.
     """
     row = items[0].row
     given = {name: [getattr(item, name) for item in items] for name in Item._fields}
@@ -179,7 +188,7 @@ def as_lists(items: list[Item]) -> dict:
 
 
 def tried(value) -> float | None | str:
-    """Returns `number` of a value, or the text of what is wrong with it."""
+    """Returns `number` of a value, or a text that says what is wrong with it."""
     try:
         return number(value)
     except Exception as error:
@@ -187,8 +196,8 @@ def tried(value) -> float | None | str:
 
 
 def number(value) -> float | None:
-    """Returns a finite number (of numpy, torch, decimal or fractions) as a float, and None as None.
-    Raises a TypeError or a ValueError for anything else.
+    """Returns a finite number (also of numpy, torch, decimal or fractions) as a float, and None as
+    None. Raises a TypeError or a ValueError for any other value.
     """
     value = value.item() if hasattr(value, "item") else value
     if value is None:
@@ -202,15 +211,19 @@ def number(value) -> float | None:
 
 # ---- the process ----
 #
-# In: pickles: its memory and what to load, then lists of calls. Out: lines of JSON: what the pool
-# is told of the functions (or a text, why they cannot be loaded), then a line for each list. What a
-# reward prints goes where the trainer's does.
+# A worker and the trainer talk over a socket. The worker receives pickles: first its memory limit
+# and what to load, then lists of calls. It sends lines of JSON, because a pickle that a reward
+# wrote could run code in the trainer: first what the pool needs to know of the functions (or a text
+# that explains why they cannot be loaded), then one line of results for each list of calls. What a
+# reward prints goes to the trainer's output.
 
 def load(parts: list[Part]) -> tuple[list[Reward], list]:
-    """Loads the functions of --reward → them, and what the pool needs to know of them: whether one
-    takes a group, the names of those that are `async def`, and the columns that they need.
+    """Loads the functions of --reward. Returns them, and a list of what the pool needs to know:
+    whether one of them takes groups, the names of those that are `async def`, and their needs (see
+    `read_signature`).
     """
-    built_in_first = sorted(parts, key=lambda part: part.path is not None)  # a file may hide them
+    # Built-in rewards first: a file of the user may hide their modules.
+    built_in_first = sorted(parts, key=lambda part: part.path is not None)
     found = {part: find(part) for part in built_in_first}
     rewards, needs = zip(*(read_signature(part, found[part]) for part in parts), strict=True)
     waiting = [part.name for part, it in zip(parts, rewards, strict=True) if it.waits]
@@ -218,21 +231,23 @@ def load(parts: list[Part]) -> tuple[list[Reward], list]:
 
 
 def score(rewards: list[Reward], calls: list[list]) -> list[list]:
-    """Scores calls, each of one completion or of all completions of a prompt → for each call and
-    each of its items [values of the rewards, an error or None].
+    """Scores a list of calls. A call is a list of items: one completion, or all completions of a
+    prompt. Returns for each call and each of its items [values of the rewards, an error or None].
     """
     return [answers([found_by(reward, items) for reward in rewards]) for items in calls]
 
 
 def found_by(reward: Reward, items: list) -> list:
-    """Returns what a reward found for each item: a number, None, or a text that says what failed.
+    """Returns for each item what a reward gave: a number, None, or a text that describes an error.
+    If the reward takes groups, one call scores all items; otherwise each item has a call. A
+    MemoryError is raised again.
     """
     found, size = [], len(items) if reward.groups else 1
     for start in range(0, len(items), size):
         part = items[start:start + size]
         try:
             found += reward.values(reward.start(part), part)
-        except MemoryError:  # it ends this process: what holds the memory may stay
+        except MemoryError:  # it must end this process: what holds the memory may stay
             raise
         except Exception as error:
             found += [failure(error)] * len(part)
@@ -240,8 +255,8 @@ def found_by(reward: Reward, items: list) -> list:
 
 
 def failure(error: Exception) -> str:
-    """Returns the last 2,000 characters of a traceback, from the first line of the reward's own
-    files on.
+    """Returns the last 2,000 characters of the traceback of an error. Frames of this file and its
+    callers are left out, so it begins in the reward's own files.
     """
     trace, callers = error.__traceback__, ("worker", "parts", "asyncio", "importlib")
     while trace and trace.tb_frame.f_globals["__name__"].partition(".")[0] in callers:
@@ -250,7 +265,9 @@ def failure(error: Exception) -> str:
 
 
 def answers(columns: list[list]) -> list[list]:
-    """Turns what each reward found into what each item got: [its values, an error or None]."""
+    """Transposes the results: from a list for each reward to [values of the rewards, an error or
+    None] for each item. A text in `columns` is an error, and its value becomes None.
+    """
     made = []
     for found in zip(*columns, strict=True):
         errors = [value for value in found if isinstance(value, str)]
@@ -260,7 +277,7 @@ def answers(columns: list[list]) -> list[list]:
 
 
 def received(pipe: socket.socket):
-    """Yields the messages of the trainer until it closes the pipe."""
+    """Yields the messages of the trainer until it closes the socket."""
     inbox = pipe.makefile("rb")
     with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
         while True:
@@ -268,21 +285,22 @@ def received(pipe: socket.socket):
 
 
 def work(fd: int, load=load, score=score) -> None:
-    """Runs a worker process: loads the rewards, then answers lists of calls until the trainer ends.
-    fd: of its socket. load, score: another module may give its own.
+    """Runs a worker process: loads the rewards, then scores lists of calls until the trainer ends.
+    fd: the file descriptor of its socket. load, score: the functions that do this; another module
+    may pass its own.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
-    # What a reward forks cannot answer, and does not keep the socket open.
+    # A process that a reward forks cannot write to the socket, and does not keep it open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
     pipe = socket.socket(fileno=fd)
     inbox = received(pipe)
 
     def send(message):
-        # A surrogate alone has no bytes.
+        # A lone surrogate cannot be encoded, so it is replaced.
         line = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
         try:
             pipe.sendall(line)
-        except OSError:  # this is a fork, or the trainer ended
+        except OSError:  # this process is a fork, or the trainer has ended
             os._exit(1)
 
     started = next(inbox, None)
@@ -293,7 +311,7 @@ def work(fd: int, load=load, score=score) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         rewards, told = load(*what)
-    except SystemExit as error:  # a sentence that says why
+    except SystemExit as error:  # its text says why a file cannot be used
         return send(str(error))
     except Exception as error:
         return send(failure(error))

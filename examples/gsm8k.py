@@ -20,7 +20,8 @@ FOUND = re.compile(
 # Then it is only a part of something: of another number, an expression, 2\pi, 2x. 18 m is fine.
 GOES_ON = re.compile(
     r"[.,:/_]?\d|[ \t]*(?:[-+*×·÷/x]|\*\*|\\times|\\cdot|\\div)[ \t]*[\d.\\]"
-    r"|\s*\^(?!\s*\{?\s*\\circ)|\s*(?:\\pi|\\sqrt|\\frac|π|√)|[a-cefi-kn-rt-zKMB](?![A-Za-z])|[eE][-+]?\d")
+    r"|\s*\^(?!\s*\{?\s*\\circ)|\s*(?:\\pi|\\sqrt|\\frac|π|√)"
+    r"|[a-cefi-kn-rt-zKMB](?![A-Za-z])|[eE][-+]?\d")
 
 
 def rows(seed, split="train"):

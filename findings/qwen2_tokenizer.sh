@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # transformers: tokenizer.json under a config.json of model_type qwen2.
-# Expected: AutoTokenizer cuts a text as tokenizer.json does, above all if tokenizer_config.json says
-# PreTrainedTokenizerFast.
+# Expected: AutoTokenizer cuts a text as tokenizer.json does, above all if tokenizer_config.json
+# says PreTrainedTokenizerFast.
 # So: the class becomes Qwen2Tokenizer, which puts Qwen2's own pre-tokenizer in the place of the
 # file's, without a word. With model_type mistral the file counts.
 set -euo pipefail

@@ -992,13 +992,15 @@ LOSS_CASES = {  # name: --loss, its bounds, how far the policy has moved
 ROWS, GROUP = (7, 1, 3, 5, 4, 2), 3  # tokens of six completions, of two prompts
 AGGREGATIONS = ("token", "sequence", "constant", "prompt")
 CORRECTIONS = ("truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean")
-SOURCES = {"grpo": "https://arxiv.org/abs/2402.03300", "dr_grpo": "https://arxiv.org/abs/2503.20783",
+SOURCES = {"grpo": "https://arxiv.org/abs/2402.03300",
+           "dr_grpo": "https://arxiv.org/abs/2503.20783",
            "rloo": "https://arxiv.org/abs/2402.14740", "maxrl": "https://arxiv.org/abs/2602.02710",
            "reinforce++, reinforce++-baseline": "https://arxiv.org/abs/2501.03262",
            "clip": "https://arxiv.org/abs/1707.06347", "dapo": "https://arxiv.org/abs/2503.14476",
            "dual clip": "https://arxiv.org/abs/1912.09729",
            "gspo": "https://arxiv.org/abs/2507.18071", "cispo": "https://arxiv.org/abs/2506.13585",
-           "kl": "http://joschu.net/blog/kl-approx.html; k3_ratio: https://arxiv.org/abs/2512.02556",
+           "kl": "http://joschu.net/blog/kl-approx.html; "
+                 "k3_ratio: https://arxiv.org/abs/2512.02556",
            "truncate": "https://fengyao.notion.site/off-policy-rl",
            "mask": "https://arxiv.org/abs/2510.18855",
            "prompt": "https://arxiv.org/abs/2510.13786"}

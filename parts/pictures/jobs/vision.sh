@@ -1,4 +1,4 @@
-# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? (it needs parts/sft)
+# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? (needs parts/sft)
 #                         vision:qwen2_5_vl: with another model that sees (needs torchvision)
 model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
 [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind
