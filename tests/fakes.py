@@ -1,6 +1,9 @@
-"""Fakes: a rank without others, an engine without vLLM, a run without models, made-up samples."""
+"""Fakes: a rank without others, an engine without vLLM, a run without models, made-up samples,
+a run's folder."""
+import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -8,13 +11,16 @@ import numpy as np
 import torch
 
 import dist
+import grpo
+import ppo
 import rollout
 import run
 from batch import Completion, Sample
 from data import Prompt, Row, Stream
-from house import SCRIPTS
 from rewards import Score
 from settings import changed
+
+SCRIPTS = {"grpo": grpo, "ppo": ppo}
 
 
 class World(dist.World):
@@ -121,3 +127,13 @@ def without_vllm(monkeypatch) -> type[Llm]:
     monkeypatch.setitem(sys.modules, "vllm", stub)
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     return Llm
+
+
+def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **args) -> Path:
+    """A run's folder: args.json, metrics.jsonl, samples/NAME.jsonl."""
+    (folder / "samples").mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"seed": 0, "name": folder.name} | args))
+    files = {"metrics": metrics} | {f"samples/{name}": rows for name, rows in samples.items()}
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -22,7 +22,6 @@ import model
 import rewards
 import rollout
 import run
-from house import module
 
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),
@@ -33,8 +32,12 @@ PLACES = {
     "saved": (checkpoint, "check_shared"), "evaluate": (run.Run, "evaluate"),
     "weights": (model.Policy, "weights"), "export": (run, "export_model"),
     "setup": (model, "build")}
-if turns := module("parts.turns.turns"):
-    PLACES["reply"] = turns.Episodes, "reply"
+
+
+def found(place: str):
+    """MODULE/CLASS/METHOD, of a part."""
+    module, owner, name = place.split("/")
+    return getattr(importlib.import_module(module), owner), name
 
 
 def wrap(owner, name: str, rank: str, step: int, what: str) -> None:
@@ -81,5 +84,6 @@ if __name__ == "__main__":
                 wrap(self.llm, "generate", *_fault)
             rollout.Engine.__init__ = build
         else:
-            wrap(*PLACES[place], rank, int(step), what)
+            owner, name = PLACES.get(place) or found(place)
+            wrap(owner, name, rank, int(step), what)
     script.main()

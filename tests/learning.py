@@ -1,6 +1,7 @@
 """Made-up samples, a random model of two layers, and the shipped `grpo.learn`: for layout tests."""
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,16 +11,17 @@ from transformers import AutoModelForCausalLM
 
 import data
 import grpo
-import house
 import model
 import rewards
 from batch import Batch, Completion, Sample
 from settings import changed
 from tools import float64
 
-lora = house.module("parts.lora.lora")
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.15,
+             bos_token_id=None, eos_token_id=None)
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,14 @@ class Case:
     dtype: str = "float64"
     steps: int = 1
     shard_size: int = 0
-    experts: bool = False
 
     @property
     def source(self) -> str:
         """The folder of its model."""
-        if self.experts:
-            return "experts"
         return "tied" if self.tied else "untied"
+
+    def prepare(self, samples: list[Sample]) -> None:
+        """What a part's tests put into them."""
 
     @property
     def options(self) -> dict:
@@ -62,24 +64,15 @@ def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def make_models(world, folder: str) -> None:
-    """Random models of 2 layers in float64: FOLDER/tied and FOLDER/untied, of Qwen2, and
-    FOLDER/experts, a Qwen3-MoE."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """Random models of 2 layers in float64: FOLDER/tied and FOLDER/untied, of Qwen2."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.15,
-                 bos_token_id=None, eos_token_id=None)
     for tied in (True, False):
         torch.manual_seed(1 + tied)
         lm = Qwen2ForCausalLM(Qwen2Config(
-            **sizes, intermediate_size=48, tie_word_embeddings=tied))
+            **SIZES, intermediate_size=48, tie_word_embeddings=tied))
         lm.double().save_pretrained(f"{folder}/{'tied' if tied else 'untied'}")
-    torch.manual_seed(0)
-    lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **sizes, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
-        norm_topk_prob=True))
-    lm.double().save_pretrained(f"{folder}/experts")
 
 
 def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> list[Sample]:
@@ -146,15 +139,6 @@ class Spy(model.Policy):
         return [p.detach().to_local().clone() for p in self.module.parameters()]
 
 
-def give_routes(samples: list[Sample]) -> None:
-    """Two of five experts at random for each token in two layers, as the engine would tell them.
-    The completions of a group disagree about their prompt."""
-    for number, sample in enumerate(samples):
-        n = len(sample.prompt.row.prompt_ids) + len(sample.completion.ids) - 1
-        draws = np.random.default_rng(number).random((n, 2, 5))
-        sample.completion.routes = draws.argsort(-1)[..., :2]
-
-
 def reset(module, folder: str, noise: float = 0.0) -> None:
     """The folder's weights into the sharded module; with noise a model nearby, on any ranks."""
     module.reshard()
@@ -163,10 +147,10 @@ def reset(module, folder: str, noise: float = 0.0) -> None:
             lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
             WEIGHTS[folder] = lm.state_dict()
         generator = torch.Generator().manual_seed(len(name))
-        adapted = lora and lora.is_adapter(name)
-        if adapted:  # no B is zero: every gradient counts
-            WEIGHTS[folder][name] = torch.randn(p.shape, generator=generator).double() / 10
-        full = WEIGHTS[folder][name if adapted else name.removeprefix("lm.")]
+        short = name.removeprefix("lm.")
+        if short not in WEIGHTS[folder]:  # what a part adds; no zeros: every gradient counts
+            WEIGHTS[folder][short] = torch.randn(p.shape, generator=generator).double() / 10
+        full = WEIGHTS[folder][short]
         noises = torch.randn(full.shape, generator=generator, dtype=torch.float64)
         full = (full * (1 + noise * noises)).to(p.dtype)
         with torch.no_grad():
@@ -182,12 +166,14 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
     for case in cases:
         source = f"{folder}/{case.source}"
         args = arguments(**case.options, dtype=case.dtype, shard_size=case.shard_size)
-        outcome, adapters = Outcome(), house.adapters(args)
+        outcome = Outcome()
 
-        def module(kind: str, noise: float, case=case, source=source, args=args,
-                   adapters=adapters):
+        def load(module, args):
+            return model.Policy(module("reference", 0.05), world, args)
+
+        def module(kind: str, noise: float, case=case, source=source, args=args):
             key = kind, case.source, case.dtype, case.shard_size, (
-                str(adapters), args.model_args.checkpointing)
+                str(args.parts), args.model_args.checkpointing)
             if key not in built:
                 adapted = model.kinds(args, model.config_of(source)).logprob_model
                 plain = kind == "reference"
@@ -200,10 +186,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
         base = model.kinds(args, model.config_of(source)).policy
         policy = type("Spied", (Spy, base), {})(module("policy", 0.0), world, args)
         policy.gradients = outcome.gradients
-        if args.needs_reference and adapters:
-            reference = lora.Base(policy)
-        elif args.needs_reference:
-            reference = model.Policy(module("reference", 0.05), world, args)
+        if args.needs_reference:
+            reference = policy.reference(partial(load, module, args))
 
         def micros(self, world, rows, budget, phase, outcome=outcome):
             made = real_micros(self, world, rows, budget, phase)
@@ -217,8 +201,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             for step in range(case.steps):
                 samples = [] if case.samples == "none" else fabricate(
                     case.samples, case.prompts, args.group, seed=step)
-                if case.options.get("replay_routing"):
-                    give_routes(samples)
+                case.prepare(samples)
                 outcome.metrics.append(grpo.learn(args, world, policy, samples, lr=args.lr,
                                                   reference=reference))
         finally:

@@ -16,8 +16,6 @@ import torch
 
 from reference_losses import (
     cov_cut,
-    distill_advantages,
-    divergence,
     engine_correction,
     fates,
     gae,
@@ -33,7 +31,6 @@ from reference_losses import (
     value_loss,
     whiten,
 )
-from settings import values_of
 
 
 @dataclass
@@ -80,25 +77,15 @@ class Step:
 class Model:
     """A transformers model in float64 with AdamW: a policy, or with a head (H,) a critic.
 
-    adapters: {layer of the base model: (A, B)} of LoRA. Then the model's own weights stay.
     trained: {name: parameter}. gradients: those of each update, before the clipping.
     """
 
-    def __init__(self, lm, args, adapters: dict, head=None):
+    def __init__(self, lm, args, head=None):
         self.lm, self.args, self.head = lm, args, head
         for module in lm.modules():
             if hasattr(module, "variance_epsilon"):
                 module.forward = partial(norm, module)
-        whole = lm if head is None else lm.base_model
-        for block in lm.modules():
-            if hasattr(block, "experts"):
-                block.forward = partial(mixture, block)
-        self.trained = {} if adapters else dict(whole.named_parameters())
-        if values_of(args).get("freeze_router") and head is None:
-            self.trained = {n: p for n, p in self.trained.items() if ".gate." not in n}
-        for name, (A, B) in adapters.items():
-            self.trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
-            self.add_adapter(lm.base_model.get_submodule(name), A, B)
+        self.trained = self.parameters(lm if head is None else lm.base_model)
         if head is not None:
             self.trained["head"] = head
         self.gradients: list[dict] = []
@@ -106,12 +93,9 @@ class Model:
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), betas=flags.betas, weight_decay=flags.weight_decay)
 
-    def add_adapter(self, layer, A, B):
-        """y = W x + alpha / rank · B A x        LoRA: https://arxiv.org/abs/2106.09685"""
-        flags = values_of(self.args)
-        alpha, rank = flags.get("lora_alpha"), flags.get("lora_rank")
-        scale = 2.0 if alpha is None else alpha / rank
-        layer.register_forward_hook(lambda layer, inputs, y: y + scale * (inputs[0] @ A.T) @ B.T)
+    def parameters(self, lm) -> dict:
+        """Those of the model that learn."""
+        return dict(lm.named_parameters())
 
     def weights_now(self) -> dict:
         return self.trained
@@ -155,39 +139,16 @@ def norm(module, x):
     return module.weight * x / (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
 
 
-# ---- experts ----
-
-def mixture(block, hidden, normed: bool = True, chosen=None):
-    """y = Σ_e p_e / (Σ_j p_j) · D_e (silu(G_e x) * U_e x) over the k largest p_e: (1, L, H) → same.
-
-    Without the division where not normed (OLMoE). Over the experts `chosen` (L, k), if given.
-    """
-    out = []
-    for t, x in enumerate(hidden[0]):
-        p = (block.gate.weight @ x).softmax(-1)
-        used = sorted(range(len(p)), key=lambda e: -p[e].item())[:block.gate.top_k]
-        if chosen is not None:
-            used = chosen[t].tolist()
-        y = 0.0
-        for e in used:
-            gate, up = block.experts.gate_up_proj[e].chunk(2)
-            inner = torch.nn.functional.silu(gate @ x) * (up @ x)
-            weight = p[e] / sum(p[j] for j in used) if normed else p[e]
-            y = y + weight * (block.experts.down_proj[e] @ inner)
-        out.append(y)
-    return torch.stack(out).unsqueeze(0)
-
-
 # ---- one step of learning ----
 
 def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, terms: list,
-                  kind: str = "clip", kl_loss_coef: float = 0.0, theirs=None) -> float:
+                  kind: str = "clip", kl_loss_coef: float = 0.0, beside=None) -> float:
     """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm.
 
     A completion learns if its loss is not 0 for every weight. The others are computed here too: the
     gradient of the shipped code, which leaves them out, must be the same.
 
-    theirs: of distill.py, log π_T (n, V) of each completion; with c divergence_it for β KL_it.
+    beside: i → (metrics, what is added to the loss) of each token of completion i.
     """
     for i in rows:
         completion, old, total = step.completions[i], step.old[i], 0.0
@@ -197,11 +158,9 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         row = list(zip(log_ratios, step.advantages[i], strict=True))
         engine = completion.engine_logprobs
         corrections, engine_ratios = engine_correction(args, kind, old, engine)
-        exact = theirs is not None and args.divergence != "none"
-        learns = (any(step.advantages[i]) or kl_loss_coef or args.entropy_coef or theirs is not None
+        more = beside(i) if beside else [({}, 0.0)] * len(old)
+        learns = (any(step.advantages[i]) or kl_loss_coef or args.entropy_coef or beside
                   or kind not in ("clip", "gspo", "cispo", "reinforce"))
-        apart = divergence(args.divergence, policy.distributions(completion),
-                           theirs[i]) if exact else []
         for t in range(len(old)):
             A = step.advantages[i][t]
             loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
@@ -224,11 +183,7 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
                 found["loss/kl"] = kl_loss(
                     args.kl_estimator, logps[t], step.ref[i][t], old[t])
                 loss = loss + kl_loss_coef * found["loss/kl"]
-            if theirs is not None:
-                found["policy/teacher_kl"] = old[t] - step.ref[i][t]
-            if exact:
-                found["loss/divergence"] = apart[t]
-                loss = loss + args.distill_coef * apart[t]
+            found, loss = found | more[t][0], loss + more[t][1]
             if args.entropy_coef:
                 found["loss/entropy"] = entropies[t]
             total = total + weight * (loss - args.entropy_coef * entropies[t])
@@ -311,44 +266,6 @@ def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: floa
     variance = sum((r - mean(R)) ** 2 for r in R)
     return metrics | {"critic/value_mean": mean(V),
                       "critic/explained_var": 1 - error / variance if variance else 0.0}
-
-
-def sft(args, policy: Model, completions: list[Completion], lr: float) -> dict[str, float]:
-    """One step of sft.py → metrics. "sampled" are the tokens that are learned.
-
-    L = -Σ log π(token) / n over the n learned tokens of a minibatch
-    """
-    fates = ["trained" if any(c.sampled) else "nothing" for c in completions]
-    step, terms, norms = Step(completions, fates, [], None, []), [], []
-    for rows in minibatches(args, step):
-        n = sum(sum(completions[i].sampled) for i in rows)
-        for i in rows:
-            logps, _ = policy.logprobs(completions[i])
-            (-logps.sum() / n).backward()
-            terms += [(1 / n, True, {"loss/policy": -logp}) for logp in logps]
-        if rows:
-            norms.append(policy.step(lr))
-    metrics = weighted_means(terms)
-    return metrics | {
-        "policy/perplexity": math.exp(metrics["loss/policy"]), "grad/norm": mean(norms), "lr": lr,
-        "batch/prompts": len(completions), "batch/trained": fates.count("trained"),
-        "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in completions),
-        "batch/learned_tokens": sum(sum(c.sampled) for c in completions),
-        "update/steps": len(norms), "update/skipped": minibatches(args, step).count([])}
-
-
-def distill(args, policy: Model, teacher: Model, completions: list[Completion],
-            seen: list[Completion], lr: float) -> dict[str, float]:
-    """One step of distill.py → metrics. seen: the completions behind the teacher's prompts."""
-    step = before_update(policy, teacher, completions, ["trained"] * len(completions))
-    with torch.no_grad():
-        step.ref = [teacher.logprobs(c)[0].tolist() for c in seen]
-        theirs = [teacher.distributions(c) for c in seen]  # (n, V) each
-    step.advantages, terms = distill_advantages(args, step, step.ref), []
-    norms = [update_policy(args, policy, step, rows, lr, terms, theirs=theirs)
-             for rows in minibatches(args, step)]
-    metrics = policy_metrics(args, step, terms, norms)
-    return {name: value for name, value in metrics.items() if "dropped" not in name} | {"lr": lr}
 
 
 def weighted_means(terms: list[tuple[float, bool, dict]]) -> dict[str, float]:

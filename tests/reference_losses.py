@@ -157,18 +157,6 @@ def token_weight(args, i: int, lengths: dict[int, int]) -> float:
     return 1 / len(lengths) / (lengths[i] if args.aggregation == "sequence" else args.max_tokens)
 
 
-def divergence(kind: str, logp, logq):
-    """Of π from π_T at each token: log-probs (n, V) of the whole vocabulary → (n,).
-
-        reverse_kl  Σ_v π log (π / π_T)        forward_kl  Σ_v π_T log (π_T / π)
-        jsd         half of KL(π ‖ m) + KL(π_T ‖ m), m = (π + π_T) / 2
-    """
-    p, q = logp.exp(), logq.exp()
-    logm = ((p + q) / 2).log()
-    return {"reverse_kl": p * (logp - logq), "forward_kl": q * (logq - logp),
-            "jsd": (p * (logp - logm) + q * (logq - logm)) / 2}[kind].sum(-1)
-
-
 # ---- rewards and advantages ----
 
 def fates(args, completions: list) -> list[str]:
@@ -239,28 +227,6 @@ def pass_at_k(rewards: list[float], R: float) -> float:
     return (1 - average - lost) / math.sqrt(average * (1 - average))
 
 
-def turn_credit(args, step, rewards: list) -> list[list[float]]:
-    """A token of turn k: what its episode gets from turn k on, minus the mean over the others of
-    the group of what they get from their turn k on, which is 0 where they have none."""
-    weight = sum(float(spec.partition(":")[2] or 1) for spec in args.reward
-                 if spec.partition(":")[0] == "turns")
-
-    def to_go(i: int, k: int) -> float:
-        completion = step.completions[i]
-        if k > completion.turns()[-1]:
-            return 0.0
-        paid = [weight * x for x in completion.paid]
-        return rewards[i] - sum(paid) + sum(paid[k:])
-
-    advantages: list[list[float]] = [[] for _ in rewards]
-    for i in step.trained():
-        first = i - i % args.group
-        others = [j for j in range(first, first + args.group) if j != i and rewards[j] is not None]
-        advantages[i] = [to_go(i, k) - mean([to_go(j, k) for j in others])
-                         for k in step.completions[i].turns()]
-    return advantages
-
-
 def gdpo(args, step) -> list[list[float]]:
     """GRPO's advantage for each reward alone, their weighted sum, whitened over the completions.
     https://arxiv.org/abs/2601.05242"""
@@ -275,6 +241,9 @@ def gdpo(args, step) -> list[list[float]]:
                 total[i][0] += float(weight or 1) * group_advantage(
                     args, "grpo", parts[name], group, [])
     return [A * len(old) for A, old in zip(whiten(total), step.old, strict=True)]
+
+
+OWN = {}  # {name of an advantage: its function of (args, step, rewards)}, of other tests
 
 
 def grpo_advantages(args, step) -> list[list[float]]:
@@ -294,8 +263,8 @@ def grpo_advantages(args, step) -> list[list[float]]:
     for i, reward in enumerate(rewards):
         if args.kl_reward_coef and reward is not None:
             rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
-    if name_of(args.advantage) == "turn_credit":
-        return turn_credit(args, step, rewards)
+    if own := OWN.get(name_of(args.advantage)):
+        return own(args, step, rewards)
     for i in step.trained():
         first = i - i % args.group
         group = [R for R in rewards[first:first + args.group] if R is not None]
@@ -333,18 +302,3 @@ def whiten(rows: list[list[float]]) -> list[list[float]]:
 def adaptive_kl(args, kl_coef: float, kl: float, n: int) -> float:
     """The coefficient after a step of n completions.    https://arxiv.org/abs/1909.08593"""
     return kl_coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * n / args.kl_horizon)
-
-
-def distill_advantages(args, step, teacher: list[list[float]]) -> list[list[float]]:
-    """c (log π_T - log π_old) of each token, without --divergence; plus the reward's advantage,
-    w (R - mean of the group), where there are two scored ones."""
-    found, rewards = [], [c.reward for c in step.completions]
-    for i, (reward, old) in enumerate(zip(rewards, step.old, strict=True)):
-        A, first = [0.0] * len(old), i - i % args.group
-        if args.divergence == "none":
-            A = [args.distill_coef * (b - a) for a, b in zip(old, teacher[i], strict=True)]
-        group = [R for R in rewards[first:first + args.group] if R is not None]
-        if args.reward_coef and reward is not None:
-            A = [a + args.reward_coef * (reward - mean(group)) for a in A]
-        found.append(A)
-    return found

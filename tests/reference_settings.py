@@ -10,9 +10,10 @@ import data
 import flags
 import losses
 import plan
+import reference
 import rewards
 from batch import Completion, Sample
-from house import SCRIPTS, has, kept, module
+from fakes import SCRIPTS
 from settings import changed
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
@@ -20,7 +21,11 @@ BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest
 
 
 class Setting:
-    """A script, its flags, and what it learns from, of words: "ppo group=1 steps=2 lam=0.5"."""
+    """A script, its flags, and what it learns from, of words: "ppo group=1 steps=2 lam=0.5".
+    Tests of parts extend it."""
+    scripts = SCRIPTS
+    before = "start"  # the folder of the reference model, of reference.py
+    teaches = False  # whether the reference model is another one's files
 
     def __init__(self, words: str):
         def value(text: str):
@@ -30,24 +35,42 @@ class Setting:
                 return text
 
         self.words, (self.script, *more) = words, words.split()
-        found = re.findall(r"(\w+)=(.*?)(?= \w+=| carried| experts| binary|$)", words)
+        found = re.findall(r"(\w+)=(.*?)(?= \w+=| binary|$)", words)
         self.flags = {name: value(text) for name, text in found}
         self.group, self.steps = self.flags.pop("group"), self.flags.pop("steps")
-        self.experts, self.carried = "experts" in more, "carried" in more
         self.binary = "binary" in more
 
     def folder(self, name: str) -> str:
         """policy or start → its folder."""
-        return f"experts-{name}" if self.experts else name
+        return name
+
+    def samples(self, step: int) -> list[Sample]:
+        """What a step learns from."""
+        return hostile(self.group, step, self.binary)
+
+    def options(self, **options) -> dict:
+        """What `learn` takes of these."""
+        return options
+
+    def model(self, lm, args, head=None, adapted: bool = True) -> reference.Model:
+        """A model of reference.py. adapted: it is the one that learns."""
+        return reference.Model(lm, args, head)
+
+    def learn(self, args, models, samples, completions, lr: float, kl_coef: float) -> dict:
+        """A step by reference.py. models: the policy, the critic, the reference model."""
+        policy, critic, before = models
+        if self.script == "grpo":
+            return reference.grpo(args, policy, before, completions, lr)
+        return reference.ppo(args, policy, critic, before, completions, lr,
+                             args.critic_args.critic_lr, kl_coef)
 
 
 TWICE = "minibatches=2 epochs=2"
 TIGHT = f"clip_low=0.03 clip_high=0.05 {TWICE}"
 BOUNDS = "correction_low=0.7 correction_high=1.2"
-# carried: --carry, older policies sampled the first tokens. binary: rewards of 0 and 1.
+# binary: rewards of 0 and 1.
 NAMED = f"""
 grpo group=3 steps=2
-grpo group=3 steps=2 engine_correction=truncate kl_loss_coef=0.3 entropy_coef=0.2 {BOUNDS} carried
 grpo group=3 steps=2 kl_loss_coef=0.3 temperature=0.6 aggregation=sequence
 grpo group=3 steps=1 kl_reward_coef=0.2 advantage=dr_grpo temperature=0.8 {TWICE}
 grpo group=3 steps=3 {TWICE}
@@ -73,10 +96,6 @@ grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}
 grpo group=3 steps=1 advantage=variants/gdpo.py:gdpo reward=('exact', 'short:0.5') \
 overlong_filter=True {TWICE}
 grpo group=3 steps=2 advantage=variants/lite_ppo.py:lite_ppo overlong_buffer=8 advantage_eps=0.1
-grpo group=3 steps=2 advantage=parts/turns/turn_credit.py:turn_credit reward=('turns',)
-grpo group=3 steps=1 advantage=parts/turns/turn_credit.py:turn_credit \
-reward=('exact', 'turns:0.5') overlong_buffer=8 kl_reward_coef=0.2 \
-overlong_filter=True aggregation=constant {TWICE}
 grpo group=5 steps=2 advantage=variants/pass_at_k.py:pass_at_k binary
 grpo group=4 steps=1 loss=tests/often.py:clip_cov engine_correction=truncate {TIGHT}
 grpo group=3 steps=1 loss=clip aggregation=token {TIGHT}
@@ -91,11 +110,6 @@ grpo group=3 steps=1 loss=variants/ipo.py:ipo engine_correction=mask {BOUNDS} {T
 grpo group=3 steps=1 loss=gspo aggregation=token {TIGHT}
 grpo group=3 steps=3 max_grad_norm=0.01 weight_decay=0.1 betas=(0.8, 0.95)
 grpo group=3 steps=1 loss=clip aggregation=sequence {TIGHT}
-grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') \
-kl_reward_coef=0.2
-grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 {TWICE}
-grpo group=3 steps=1 experts {TWICE}
-grpo group=3 steps=2 experts freeze_router=True checkpointing=True
 ppo group=1 steps=2 overlong_buffer=8 temperature=1.4 kl_reward_coef=0.3
 ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}
 ppo group=1 steps=2
@@ -112,26 +126,9 @@ ppo group=1 steps=2 critic_warmup_steps=1
 ppo group=1 steps=2 engine_correction=mask entropy_coef=0.2 {BOUNDS}
 ppo group=2 steps=2 engine_correction=sequence_mask {BOUNDS}
 grpo group=3 steps=1 engine_correction=sequence_mean correction_high=1.02 {TWICE}
-sft group=1 steps=2
-sft group=1 steps=2 minibatches=7 epochs=2 temperature=0.7
-distill group=3 steps=2 teacher=x
-distill group=3 steps=1 teacher=x distill_coef=0.3 temperature=0.7 {TWICE}
-distill group=3 steps=1 teacher=x divergence=jsd distill_coef=0.5 head_chunk=5 {TWICE}
-distill group=3 steps=1 teacher=x divergence=none temperature=1.5 reward=('exact',) \
-reward_coef=2.0 {TIGHT}
-distill group=1 steps=1 teacher=x dual_clip=1.1 aggregation=sequence {TIGHT}
-distill group=3 steps=2 divergence=none teacher_prompt={{question}} {{answer}}
-distill group=3 steps=2 divergence=forward_kl head_chunk=7 teacher_prompt={{question}} {{answer}}
-distill group=3 steps=1 divergence=none lora_rank=2 aggregation=prompt \
-teacher_prompt={{question}} {{answer}} {TWICE}
-distill group=3 steps=2 teacher=x engine_correction=truncate reward=('exact',) reward_coef=2.0 \
-{BOUNDS}
-distill group=3 steps=1 teacher=x divergence=reverse_kl temperature=1.5 reward=('exact',) \
-reward_coef=2.0 {TIGHT}
 """.strip().splitlines()
-SETTINGS = [Setting(words) for words in kept(NAMED)]
-OFTEN = kept({"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7),
-              "lora_rank": (0, 2)})
+SETTINGS = [Setting(words) for words in NAMED]
+OFTEN = {"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7)}
 SAMPLED = OFTEN | {
     "aggregation": ("token", "sequence", "constant", "prompt"), "dual_clip": (None, 1.1),
     "clip_high": (0.05, 0.2), "correction_low": (0.7,), "correction_high": (1.2,),
@@ -139,8 +136,7 @@ SAMPLED = OFTEN | {
                           "sequence_mean")}
 REWARDED = SAMPLED | {"kl_reward_coef": (0.0, 0.2), "entropy_coef": (0.0, 0.2),
                       "overlong_buffer": (0, 8), "max_grad_norm": (1.0, 0.0)}
-FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()
-               if has("variants")] for kind, names in {
+FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()] for kind, names in {
     "loss": "sapo gmpo dppo ipo opsm clip_cov", "advantage": "lite_ppo maxrl gdpo"}.items()}
 CHOICES = {
     "grpo": REWARDED | {
@@ -148,12 +144,7 @@ CHOICES = {
         "advantage": (*flags.NAMES["advantage"], *FILES["advantage"]),
         "kl_loss_coef": (0.0, 0.3), "kl_estimator": ("k1", "k2", "k3", "k3_ratio"),
         "overlong_filter": (False, True), "reward": (("exact", "short:0.5"),)},
-    "ppo": REWARDED | {"gamma": (1.0, 0.9), "lam": (0.95, 0.0), "value_clip": (0.2, None)},
-    "sft": OFTEN,
-    "distill": SAMPLED | {
-        "teacher": ("x",), "divergence": ("none", "reverse_kl", "forward_kl", "jsd"),
-        "distill_coef": (1.0, 0.3), "reward": (("exact",),), "reward_coef": (0.0, 2.0),
-        "head_chunk": (2048, 5)}}
+    "ppo": REWARDED | {"gamma": (1.0, 0.9), "lam": (0.95, 0.0), "value_clip": (0.2, None)}}
 
 
 def arguments(setting: Setting, number: int):
@@ -164,17 +155,17 @@ def arguments(setting: Setting, number: int):
                    dtype="float64")
     if setting.script == "ppo":
         options |= dict(critic_lr=0.02, critic_update_tokens=other, critic_score_tokens=budget)
-    return changed(SCRIPTS[setting.script].Args(), **options | setting.flags)
+    return changed(setting.scripts[setting.script].Args(), **options | setting.flags)
 
 
-def drawn(script: str) -> list[Setting]:
-    """At random, until 300 draws in a row have no new pair of values."""
+def drawn(script: str, choices: dict, kind=Setting, group: int = 2) -> list[Setting]:
+    """Settings of a kind at random, until 300 draws in a row have no new pair of values."""
     rng, seen, found, in_vain = random.Random(0), set(), [], 0
     while in_vain < 300:
-        flags = {name: rng.choice(values) for name, values in CHOICES[script].items()}
+        flags = {name: rng.choice(values) for name, values in choices.items()}
         pairs = set(itertools.combinations(flags.items(), 2))
         words = " ".join(f"{name}={value}" for name, value in flags.items())
-        setting = Setting(f"{script} group={1 if script == 'sft' else 2} steps=1 {words}")
+        setting = kind(f"{script} group={group} steps=1 {words}")
         in_vain += 1
         if pairs - seen and not plan.problems(arguments(setting, 0), 1):
             seen, found, in_vain = seen | pairs, [*found, setting], 0
@@ -188,8 +179,8 @@ def hostile(group: int, seed: int, binary: bool = False) -> list[Sample]:
     """Groups that a mistake may confuse; the rows are in request order.
 
     0 and 5 have one prompt, 3 and 4 too. 1 has equal rewards, 2 one scored completion, 5 none in
-    its first half. Some completions have one token, some are truncated, some have replies. Each
-    turn is paid. binary: rewards are 0 and 1.
+    its first half. Some completions have one token, some are truncated, some have replies.
+    binary: rewards are 0 and 1.
     """
     rng, samples = np.random.default_rng(seed), []
     groups = 6 if group > 1 else 14
@@ -212,34 +203,9 @@ def hostile(group: int, seed: int, binary: bool = False) -> list[Sample]:
                 reward = None
             short = None if reward is None else round(length * reward, 2) % 1  # of GDPO alone
             logprobs = np.log(1 / VOCAB) + 0.7 * rng.standard_normal(length)
-            ids, turns = rng.integers(0, VOCAB, length).astype(np.int32), []
-            for k in range(1 + int((sampled[1:] > sampled[:-1]).sum())):
-                turns.append({"paid": (7 * g + 3 * p + 5 * k) % 9 / 8})
+            ids = rng.integers(0, VOCAB, length).astype(np.int32)
             done = Completion(ids, (logprobs * sampled).astype(np.float32), truncated, sampled)
-            if has("turns"):
-                done = module("parts.turns.turns").Turns(**vars(done), turns=turns)
             samples.append(Sample(
                 data.Prompt(p, row), done, "text",
-                rewards.Score(reward, {"exact": reward, "short": short, "turns": reward}, None)))
-    return samples
-
-
-def samples_of(setting: Setting, step: int) -> list[Sample]:
-    """What a step learns from. For sft.py two rows teach nothing. With a hint the teacher has
-    another prompt: also where two rows have the same one."""
-    samples = hostile(setting.group, step, setting.binary)
-    rng = np.random.default_rng(step)
-    if setting.script == "sft":
-        for sample in samples[4:6]:
-            sample.completion.sampled[:] = False
-    if "teacher_prompt" in setting.flags:
-        for i, sample in enumerate(samples):
-            if i % setting.group == 0:
-                row = module("parts.distill.teacher").TaughtRow(**vars(sample.prompt.row),
-                                teacher_ids=rng.integers(0, VOCAB, PROMPT).tolist())
-            sample.prompt = sample.prompt._replace(row=row)
-    for sample in samples if setting.carried else ():
-        c = sample.completion
-        c.steps = np.sort(rng.integers(step - 3, step + 1, len(c.ids))).astype(np.int32)
-        c.logprobs += c.sampled * 0.3 * (c.steps - step).astype(np.float32)  # of its policy
+                rewards.Score(reward, {"exact": reward, "short": short}, None)))
     return samples

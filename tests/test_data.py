@@ -17,14 +17,10 @@ from hypothesis import strategies as st
 import data
 import fakes
 import rewards
-import texts
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
-from house import module
-
-teacher = module("parts.distill.teacher")
 
 QA = {"question": "q", "answer": "a"}
 
@@ -197,11 +193,6 @@ def test_a_template_that_names_no_column_is_refused_by_its_flag():
         words = f" {template!r} must name one or more columns of the row (question, answer"
         assert "row 1: --prompt_template" + words in sentence(
             load_rows, QA, template=template)
-        if not teacher:
-            continue
-        made = data.make_row(0, QA, "", TOKENIZER, texts.marks_of(TOKENIZER), DataArgs())
-        assert "--teacher_prompt" + words in sentence(
-            teacher.add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 
 
 def test_system_replaces_the_rows_own_message_and_a_template_may_refuse_it():

@@ -1,4 +1,4 @@
-"""What begins and what ends: prompts, completions, the texts of rewards, what sft.py learns. The
+"""What begins and what ends: prompts, completions, the texts of rewards. The
 tokenizers are made here; what is expected is what transformers and vLLM give."""
 import json
 import random
@@ -19,14 +19,8 @@ from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
 from examples.formats import format_tags
-from house import module
 from settings import changed
-from templates import CHAT, ROLE, SAID, template, tokenizer_of
-
-sft = module("parts.sft.sft")
-teacher = module("parts.distill.teacher")
-targets = module("parts.sft.targets")
-turns = module("parts.turns.turns")
+from templates import ROLE, SAID, template, tokenizer_of
 
 ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
@@ -72,15 +66,9 @@ def test_a_template_that_ends_a_prompt_in_eos_is_refused():
 
 @pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
 def test_a_model_that_cannot_end_is_said(ends, left):
-    more = [(sft.Args(), ())] if sft else []
-    for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), *more:
-        args, notes = changed(args, stop=stop), []
+    for stop in (), ("x",):
+        args, notes = changed(grpo.Args(), stop=stop), []
         words = f"no token that ends a completion: its files name {ends} of 320 ids"
-        if not args.needs_rollouts and not left:
-            with pytest.raises(SettingsError) as error:
-                inputs.check_ends(args, ends, 320, notes)
-            assert words in str(error.value)
-            continue
         assert inputs.check_ends(args, ends, 320, notes) == left
         assert len(notes) == (not left and not stop) and all(words in note for note in notes)
 
@@ -125,9 +113,6 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
         assert not row.finished and prompt in row.prompt != prompt
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
     assert "<think>" not in texts.marks_of(tokenizer).begins
-    row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
-    made, = teacher.add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
-    assert made.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
 
 
 # ---- --stop
@@ -196,15 +181,6 @@ def plainly(text: str) -> str:
     return text.replace("«", "").replace("»", "")
 
 
-def marked(family) -> str:
-    """The template with transformers' marks around what is learned. After a block Jinja takes away
-    a newline."""
-    begin, user, assistant, header, _, tail = family
-    text = template(user, assistant, header, begin, tail).replace("«", "{% generation %}")
-    end = "{% endgeneration %}"
-    return text.replace("»\n", end + "{{ '\\n' }}").replace("»", end)
-
-
 def drawn(seed: int):
     """(a tokenizer, its family, what a generation_config.json has, what was drawn)"""
     rng = random.Random(seed)
@@ -229,7 +205,8 @@ def drawn(seed: int):
     return made, name, given, pick
 
 
-def check(tmp_path, seed: int) -> None:
+def check(tmp_path, seed: int) -> SimpleNamespace:
+    """What was drawn, and its row, ends and texts, which are right."""
     tokenizer, name, given, pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
     bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][4]
@@ -243,9 +220,6 @@ def check(tmp_path, seed: int) -> None:
     else:
         bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
         assert row.prompt_ids == [bos][:pick["bos"]] + bare
-    if teacher:
-        taught, = teacher.add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt}")
-        assert taught.teacher_ids == row.prompt_ids
     finished = row_of({"prompt": row.prompt}, tokenizer)
     if name not in ("texts", "none"):
         assert finished.finished and finished.prompt_ids == row.prompt_ids
@@ -270,79 +244,17 @@ def check(tmp_path, seed: int) -> None:
     silent = [bos, *([to_id(pick["pad"])] if pick["pad"] else [])]
     assert reads([bos, *ids, *silent[1:], *closing]) == expected
     assert reads(ids[:2] + silent + own + ids[2:]) == expected  # wherever they stand
-    # What is learned, and what stands between two turns.
-    if not (ends and targets and turns):
-        return
-    for messages in CHAT[:2], CHAT:
-        try:
-            made = targets.make_row(0, {"messages": messages}, "", tokenizer, texts.marks_of(
-                tokenizer, ends), sft.Args().data_args, eos_ids=ends)
-        except SettingsError as error:
-            assert (name in ("texts", "none")) and len(messages) > 2 and str(error)
-            return
-        ids, learned = made.target
-        assert made.prompt_ids == row.prompt_ids
-        last = [i for i, now in enumerate(learned) if now and not (learned + [False])[i + 1]]
-        assert len(last) == len(messages) // 2 and all(ids[i] in ends for i in last)
-        if end and name not in ("glm", "speaker"):
-            assert {ids[i] for i in last} == {to_id(end)}
-        said = reads([i for i, now in zip(ids, learned, strict=True) if now][:last[0] + 1])
-        assert said.strip().removesuffix("\nEND") == "13"
-    if tokenizer.chat_template and name not in ("glm", "speaker"):  # their end begins a turn
-        theirs = tokenizer.apply_chat_template(
-            CHAT, chat_template=marked(FAMILIES[name]), return_dict=True,
-            return_assistant_tokens_mask=True)
-        whole = made.prompt_ids + ids
-        assert whole == theirs["input_ids"][:len(whole)]
-        rest = [False] * (len(theirs["input_ids"]) - len(whole))
-        assert [False] * len(made.prompt_ids) + learned + rest == theirs["assistant_masks"]
-    bridge = turns.Bridge(tokenizer, ends, 10**6, None)
-    assert bridge.read(written_ids + closing) == expected
-    if name == "none" and not pick["words"]:
-        assert bridge.ids(ends[0], asked) == tokenizer(
-            "\n\nSort 31\n\n", add_special_tokens=False)["input_ids"]
-    if end:
-        ids = row.prompt_ids + ids[:last[0] + 1] if len(last) == 1 else made.prompt_ids + ids
-        between = bridge.ids(to_id(end), CHAT[2:3])
-        whole = made.prompt_ids + made.target[0]
-        start = len(made.prompt_ids) + made.target[1].index(False)
-        assert whole[start:start + len(between)] == between
-        missing = bridge.ids(tokenizer.convert_tokens_to_ids("a"), CHAT[2:3])  # as by --stop
-        assert missing[missing.index(to_id(end)) + 1:] == between
-        assert all(bridge.ids(other, CHAT[2:3]) == missing for other in {*ends} - {to_id(end)})
+    return SimpleNamespace(tokenizer=tokenizer, name=name, pick=pick, row=row, asked=asked, end=end,
+                           ends=ends, reads=reads, written=written_ids, closing=closing,
+                           expected=expected)
 
 
-@pytest.mark.parametrize("seed", range(len(FAMILIES)))
-def test_words_of_a_row_are_words_or_the_row_is_refused(seed):
-    """What followed an end mark in an answer was not learned; each string that a tokenizer treats
-    specially, in each field: the text has it, or a sentence names it."""
-    tokenizer, name, *_ = drawn(seed)
-    ends = texts.eos_ids(str(tiny.ensure(str(ROOT / "runs"))), tokenizer)
-    reads, refused = texts.reader(tokenizer, ends), set()
-    bridge = turns.Bridge(tokenizer, ends, 10**6, None)
-    for mark in {t.content for t in tokenizer.added_tokens_decoder.values()}:
-        words = f"a{mark}b"
-        for row in ({"question": words, "answer": "A"}, {"question": "q", "answer": words},
-                    {"question": "q", "answer": "A", "system": words},
-                    {"prompt": [{"role": "tool", "content": words}, *asked()], "answer": "A"}):
-            try:
-                made = targets.make_row(0, row, "", tokenizer, texts.marks_of(
-                    tokenizer, ends), sft.Args().data_args, eos_ids=ends)
-                assert words in reads(made.prompt_ids + made.target[0]), (name, row)
-            except SettingsError as error:
-                assert f"its words hold {mark}" in str(error), (name, row)
-                refused.add(mark)
-        for role in "user", "tool":
-            try:
-                ids = bridge.ids(-1, [{"role": role, "content": words}])
-                assert words in reads(ids) and mark not in refused, (name, mark)
-            except SettingsError as error:
-                assert f"its words hold {mark}" in str(error) and mark in refused, (name, mark)
-    assert not refused & {*TAGS}
-
-
-def asked() -> list[dict]:
-    return [{"role": "user", "content": "q"}]
+def fields(words: str) -> list[dict]:
+    """Rows with these words in one field."""
+    asked = {"role": "user", "content": "q"}
+    return [{"question": words, "answer": "A"}, {"question": "q", "answer": words},
+            {"question": "q", "answer": "A", "system": words},
+            {"prompt": [{"role": "tool", "content": words}, asked], "answer": "A"}]
 
 
 FAST = [*range(0, 110, 10), 43, 109]  # each family; two tokenizers that append an EOS

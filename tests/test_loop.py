@@ -13,8 +13,8 @@ import plan
 import ppo
 import probes
 import reference_losses
-from house import kept, module
-from reference_settings import SCRIPTS, hostile
+from fakes import SCRIPTS
+from reference_settings import hostile
 from settings import changed
 
 
@@ -32,17 +32,23 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
     for name, fake in dict(set_up=lambda *given: run, learn=learn, score_samples=run.score).items():
-        monkeypatch.setattr(script, name, fake, raising=False)  # sft.py has not all of them
+        monkeypatch.setattr(script, name, fake, raising=False)  # not every script has all
     status = script.train(args)
     return given, run, status
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
-    rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
-    args = changed(SCRIPTS[script].Args(), group=1 if script == "sft" else 3, batch=5, steps=4,
-                        temperature=0.9, samples_every=2, lr_schedule="linear", **rate)
-    given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, start=1)
+    rate = {"critic_lr": 0.5} if script == "ppo" else {}
+    given, run = four_steps(SCRIPTS[script], monkeypatch, group=3, **rate)
+    sampled(given, run)
+
+
+def four_steps(script, monkeypatch, **flags):
+    """What its loop gives to `learn` from step 2 on, and the run: what each loop does with them."""
+    args = changed(script.Args(), batch=5, steps=4, lr=0.8, temperature=0.9, samples_every=2,
+                   lr_schedule="linear", **flags)
+    given, run, status = around(script, monkeypatch, args, 4, start=1)
     assert [options["lr"] for options in given] == pytest.approx([0.6, 0.4, 0.2])
     assert all(options["phase"] is run.log.time for options in given)
     assert run.stream.next.call_args_list == [call(5)] * 3
@@ -54,8 +60,11 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
     assert run.log.watch.call_args_list == [call(m) for _, m in logged]
     assert run.evaluate.call_args_list == [call(1), call(2)]
     assert run.save.call_args_list == [call(2)] and status is run.finish.return_value
-    if script == "sft":
-        return
+    return given, run
+
+
+def sampled(given, run):
+    """A loop with an engine: what it samples is scored, recorded and learned."""
     assert all(options["reference"] is run.reference for options in given)
     assert run.engine.generating.call_args_list == [call(run.policy)] * 3
     assert run.engine.sample.call_args_list == [call(run.stream.next(), 3, 0.9)] * 3
@@ -67,9 +76,12 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sigterm_saves_and_ends_after_the_step(script, monkeypatch):
-    rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
-    args = changed(SCRIPTS[script].Args(), group=1, **rate)
-    given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, stop=2)
+    stopped(SCRIPTS[script], monkeypatch, **{"critic_lr": 0.5} if script == "ppo" else {})
+
+
+def stopped(script, monkeypatch, **flags):
+    args = changed(script.Args(), group=1, lr=0.8, **flags)
+    given, run, status = around(script, monkeypatch, args, 4, stop=2)
     assert len(given) == 3 and run.save.call_args_list == [call(2), call(3)]
     assert status is run.stopped.return_value and run.stopped.call_args_list == [call(3)]
     assert not run.finish.called
@@ -127,11 +139,10 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
 
 
 # Every flag that `learn` of grpo.py reads, and of those with names each name.
-FLAGS = kept([
+FLAGS = [
     *(("advantage", name) for name in (
         "dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline",
-        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl")),
-        "parts/turns/turn_credit.py:turn_credit")),
+        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl")))),
     *(("loss", name) for name in ("clip", "gspo", "cispo", "reinforce", *(
         f"variants/{name}.py:{name}" for name in (
             "clip_cov", "dppo", "geometric", "gmpo", "ipo", "opsm", "sapo")))),
@@ -141,7 +152,7 @@ FLAGS = kept([
     *(("kl_estimator", name) for name in ("k1", "k2", "k3", "k3_ratio")),
     ("kl_loss_coef", 0.1), ("kl_reward_coef", 0.1), ("entropy_coef", 0.1), ("dual_clip", 2.0),
     ("overlong_filter", True), ("overlong_buffer", 8), ("minibatches", 2), ("epochs", 2),
-    ("group", 1), ("temperature", 0.7), ("reward", ("turns",))])
+    ("group", 1), ("temperature", 0.7)]
 
 
 LARGE = "advantage", "loss", "aggregation", "engine_correction"
@@ -150,16 +161,17 @@ LARGE = "advantage", "loss", "aggregation", "engine_correction"
 @pytest.mark.parametrize("flag", [*LARGE, "others"])
 def test_any_two_flags_of_an_update_work_or_are_refused(flag):
     """--advantage reinforce++ with --kl_loss_coef ended in an AttributeError."""
+    assert worked([dict([first, second]) for first, second in itertools.combinations(FLAGS, 2)
+                   if first[0] != second[0] and flag == (
+                       first[0] if first[0] in LARGE else "others")]) > 20
+
+
+def worked(settings: list[dict], completion=lambda done: done) -> int:
+    """How many of them are not refused: each of these learns. completion: what it makes of each."""
     policy, reference, tried = probes.Spy(layers=1), probes.Spy(0.05, layers=1), 0
-    for first, second in itertools.combinations(FLAGS, 2):
-        if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
-            continue
-        flags = dict([first, second]) | ({"reply": "examples/doors.py:Doors"} if (
-            "turns" in str([first, second])) else {})
+    for flags in settings:
         if "kl_estimator" in flags:
             flags.setdefault("kl_loss_coef", 0.1)
-        if flags.get("advantage", "").startswith("parts/turns/turn_credit"):
-            flags["reward"] = ("turns",)
         args = learning.arguments(**flags)
         if plan.problems(args, 1):
             continue
@@ -167,9 +179,8 @@ def test_any_two_flags_of_an_update_work_or_are_refused(flag):
         for sample in samples:
             sample.score.parts = dict.fromkeys(
                 [reward.partition(":")[0] for reward in args.reward], sample.score.total)
-            if "reply" in flags:  # its completions have turns
-                sample.completion = module("parts.turns.turns").Turns(**vars(sample.completion))
+            sample.completion = completion(sample.completion)
         metrics = grpo.learn(args, probes.World(), policy, samples, lr=0.0, reference=reference)
         tried += 1
         assert all(math.isfinite(value) for value in metrics.values()), flags
-    assert tried > 20
+    return tried

@@ -13,7 +13,6 @@ import grpo
 import losses
 from batch import Batch, Completion, Sample
 from data import Prompt, Row
-from house import has
 from log import sample_metrics
 from rewards import Score
 from tools import score as score_tool
@@ -39,14 +38,8 @@ def gradient(y, x):
     return torch.autograd.grad(y, x, retain_graph=True)[0]
 
 
-TURNS = ("turn_credit",) if has("turns") else ()
-
-
 def variant(name: str) -> str:
-    if not has("variants"):
-        pytest.skip("without variants", allow_module_level=True)  # test_variants.py
-    folder = "parts/turns" if name in TURNS else "variants"
-    return f"{folder}/{name}.py:{name}"
+    return f"variants/{name}.py:{name}"
 
 
 def loss(name: str, logp, old, A, row, **bounds):
@@ -59,17 +52,21 @@ def advantages(name: str, rewards, group, scored=None, eps=1e-6):
     scored = ~rewards.isnan() if scored is None else torch.as_tensor(scored)
     if name in flags.NAMES["advantage"]:
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
+    return of_file(variant(name), rewards, group, scored, eps, batch_of(rewards))
+
+
+def of_file(file: str, rewards, group, scored, eps, batch, reward: str = "only"):
+    """The advantages of a file's function. reward: the name of the one reward."""
     row = torch.arange(len(rewards))  # a token of each
-    return flags.own("advantage", variant(name)).function(
-        rewards, group, scored=scored, eps=eps, trained=scored, row=row, batch=batch_of(rewards),
-        parts={"turns" if name in TURNS else "only": (1.0, rewards)})
+    return flags.own("advantage", file).function(
+        rewards, group, scored=scored, eps=eps, trained=scored, row=row, batch=batch,
+        parts={reward: (1.0, rewards)})
 
 
 def batch_of(rewards) -> Batch:
-    """A token each; not paid for its turn."""
+    """A token each."""
     def sample(value: float) -> Sample:
         done = Completion(np.array([1], np.int32), np.zeros(1, np.float32), False)
-        done.turns = []
         score = Score(None if value != value else value, {"only": value}, None)
         return Sample(Prompt(0, Row(0, "", [1], "", {}, "")), done, "", score)
     return Batch([sample(value) for value in rewards.tolist()])
@@ -198,7 +195,7 @@ def decided(rewards) -> dict[str, float]:
     """What each that asks whether rewards differ makes of groups of 3. 0: no. nan: not scored."""
     known = rewards[~rewards.isnan()]
     found = {name: advantages(name, rewards, 3, eps=0.0) for name in (
-        "grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo", "gdpo", *TURNS)}
+        "grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo", "gdpo")}
     found["maxrl"] = advantages("maxrl", rewards * float(known.sum().sign()), 3)
     batch = batch_of(rewards)
     samples = batch.samples
@@ -213,6 +210,17 @@ def decided(rewards) -> dict[str, float]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rewards_that_differ_by_rounding_alone_are_equal_to_all_that_ask(seed):
+    rewards = nearly_equal(seed)
+    assert not any(decided(rewards).values())
+    make_one_differ(rewards)
+    assert all(decided(rewards).values())
+    exact = torch.tensor([1.0, 0, 1, 0, 0, 0], dtype=F64)
+    right, noise = advantages("pass_at_k", exact, 6), tensor(*[0.1 + 0.2 - 0.3] * 6)
+    assert right.any() and close(advantages("pass_at_k", exact - noise, 6), right)
+    assert evaluate.passes(Score(1.0, {"only": 0.7 + 0.2 + 0.1}, None), 1.0)
+
+
+def nearly_equal(seed: int):
     """Parts are added up in other orders; some sums are below 0, some are 0, one is not scored."""
     rng = np.random.default_rng(seed)
     parts = rng.normal(size=6) * rng.choice([1, 1000])
@@ -220,13 +228,11 @@ def test_rewards_that_differ_by_rounding_alone_are_equal_to_all_that_ask(seed):
     rewards = tensor(*[sum(rng.permutation(parts).tolist()) for _ in range(30)])
     rewards[rng.integers(30)] = nan
     assert len(set(rewards.tolist())) > 2
-    assert not any(decided(rewards).values())
+    return rewards
+
+
+def make_one_differ(rewards) -> None:
     rewards[rewards.isnan().logical_not().nonzero()[0]] += 1e-4
-    assert all(decided(rewards).values())
-    exact = torch.tensor([1.0, 0, 1, 0, 0, 0], dtype=F64)
-    right, noise = advantages("pass_at_k", exact, 6), tensor(*[0.1 + 0.2 - 0.3] * 6)
-    assert right.any() and close(advantages("pass_at_k", exact - noise, 6), right)
-    assert evaluate.passes(Score(1.0, {"only": 0.7 + 0.2 + 0.1}, None), 1.0)
 
 
 def test_whitening_is_zero_where_all_are_equal_and_outside():

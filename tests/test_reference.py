@@ -5,7 +5,6 @@ those of the reference: not those of another layout, which may have the same mis
 """
 import copy
 import math
-from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -16,8 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import losses
@@ -26,25 +23,18 @@ import ranks
 import reference
 import reference_losses
 from batch import Sample
-from house import WORDS, adapters, module, needs
+from fakes import SCRIPTS
 from learning import difference
-from reference_settings import (
-    SCRIPTS,
-    SETTINGS,
-    VOCAB,
-    Setting,
-    arguments,
-    drawn,
-    samples_of,
-)
-from settings import values_of
+from reference_settings import CHOICES, SETTINGS, VOCAB, Setting, arguments, drawn
 from tools import float64
 
-lora = module("parts.lora.lora")
-
 LIMIT = 1e-11
-LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-          "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    tie_word_embeddings=True, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
 
 
 def plainly(sample: Sample) -> reference.Completion:
@@ -60,27 +50,22 @@ def plainly(sample: Sample) -> reference.Completion:
 
 
 def make_models(folder: str) -> None:
-    """FOLDER/policy and FOLDER/start: two random models of two layers, close to each other. Two
-    more of them, FOLDER/experts-…, have experts."""
+    """FOLDER/policy and FOLDER/start: two random models of two layers, close to each other."""
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        tie_word_embeddings=True, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
-    dense = Qwen3ForCausalLM(Qwen3Config(**sizes))
-    mixed = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
-        **sizes))
-    for lm, prefix in (dense, ""), (mixed, "experts-"):
-        lm.double().save_pretrained(f"{folder}/{prefix}policy")
-        with torch.no_grad():
-            for p in lm.parameters():
-                p *= 1 + 0.2 * torch.randn_like(p)
-        lm.save_pretrained(f"{folder}/{prefix}start")
+    save_two(Qwen3ForCausalLM(Qwen3Config(**SIZES)), folder)
+
+
+def save_two(lm, folder: str) -> None:
+    """The model, and one that is close to it."""
+    lm.double().save_pretrained(f"{folder}/policy")
+    with torch.no_grad():
+        for p in lm.parameters():
+            p *= 1 + 0.2 * torch.randn_like(p)
+    lm.save_pretrained(f"{folder}/start")
 
 
 def start_of(name: str, shape) -> torch.Tensor:
-    """The first weights of an adapter or of the critic's head; none is zero."""
+    """The first weights of what no file has, such as the critic's head; none is zero."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -93,7 +78,7 @@ def all_steps(setting: Setting, args, policy, critic, learn, adapt) -> dict:
     found, kl_coef = [], getattr(args, "kl_reward_coef", 0.0)
     for step in range(setting.steps):
         waits = setting.script == "ppo" and step < args.critic_args.critic_warmup_steps
-        samples = samples_of(setting, step)
+        samples = setting.samples(step)
         found.append(learn(samples, 0.0 if waits else args.lr, kl_coef))
         if setting.script == "ppo" and args.kl_target is not None:
             kl_coef = adapt(kl_coef, found[-1]["policy/kl"], len(samples))
@@ -144,14 +129,14 @@ class Shipped:
         self.world, self.folder, self.built = world, folder, {}
 
     def module(self, kind: str, name: str, args, trained: bool = True):
-        key = (kind, name, trained and str(adapters(args)), args.model_args.checkpointing,
-               values_of(args).get("freeze_router"))
+        key = kind, name, trained and str(args.parts), args.model_args.checkpointing
         if key not in self.built:
             folder = f"{self.folder}/{name}"
             found = getattr(model.kinds(args, model.config_of(folder), trained), kind)
             module = float64.build(found, folder, self.world, args)
+            files = {*map(short, AutoModelForCausalLM.from_pretrained(folder).state_dict())}
             for parameter, p in module.named_parameters():
-                if parameter == "head.weight" or lora and lora.is_adapter(parameter):
+                if short(parameter) not in files:
                     self.put(p, start_of(short(parameter), p.shape))
             module.reshard()
             self.built[key] = module, {n: model.whole(p.detach()).clone()
@@ -183,12 +168,14 @@ class Shipped:
         folder = setting.folder("policy")
         policy = self.trained(SpyPolicy, "logprob_model", folder, args)
         critic = before = None
-        if args.needs_reference and adapters(args) and not getattr(args, "teacher", None):
-            before = lora.Base(policy)
-        elif args.needs_reference:
+
+        def load():
             start = self.module("logprob_model", setting.folder("start"), args, trained=False)
             kinds = model.kinds(args, start.lm.config, trained=False)
-            before = kinds.policy(start, self.world, args)
+            return kinds.policy(start, self.world, args)
+
+        if args.needs_reference:
+            before = load() if setting.teaches else policy.reference(load)
         if setting.script == "ppo":
             critic = self.trained(SpyCritic, "value_model", folder, args)
 
@@ -197,10 +184,8 @@ class Shipped:
             if setting.script == "ppo":
                 models = policy, critic
                 options |= {"critic_lr": args.critic_args.critic_lr, "kl_coef": kl_coef}
-            if setting.script == "sft":
-                options = {}
-            return SCRIPTS[setting.script].learn(
-                args, self.world, models, samples, lr=lr, **options)
+            return setting.scripts[setting.script].learn(
+                args, self.world, models, samples, lr=lr, **setting.options(**options))
 
         return all_steps(setting, args, policy, critic, learn, lambda kl_coef, kl, n: (
             losses.adaptive_kl(kl_coef, kl, n=n, target=args.kl_target, horizon=args.kl_horizon)))
@@ -216,46 +201,20 @@ def learn_all(world, folder: str, settings: dict[int, Setting]) -> dict[int, dic
 # ---- the reference ----
 
 
-def adapters_of(base, args) -> dict:
-    """{layer: (A, B)} of the layers that --lora_targets names; lm_head has none."""
-    flags, found = adapters(args), {}
-    rank, targets = (flags.lora_rank, flags.lora_targets) if flags else (0, ())
-    for layer in range(2 if flags else 0):
-        for linear in LINEAR:
-            name = f"layers.{layer}.{linear}"
-            if targets == ("all-linear",) or linear.split(".")[1] in targets:
-                out, width = base.get_submodule(name).weight.shape
-                shapes = {"lora_A": (rank, width), "lora_B": (out, rank)}
-                found[name] = tuple(start_of(f"{name}.{which}", shape).requires_grad_()
-                                    for which, shape in shapes.items())
-    return found
-
-
-def expected(setting: Setting, args, lms: dict) -> dict:
-    """What the reference makes of a setting's steps."""
-    def made(name: str, adapted: bool = True, head=None):
-        lm = copy.deepcopy(lms[setting.folder(name)])
-        return reference.Model(lm, args, adapters_of(lm.base_model, args) if adapted else {}, head)
+def expected(setting: Setting, args, lms) -> dict:
+    """What the reference makes of a setting's steps. lms: folder → its model."""
+    def made(name: str, head=None, adapted: bool = True):
+        return setting.model(copy.deepcopy(lms(setting.folder(name))), args, head, adapted)
 
     policy, critic, before = made("policy"), None, None
     if args.needs_reference:
-        itself = adapters(args) and not getattr(args, "teacher", None)
-        before = made("policy" if itself else "start", adapted=False)
+        before = made(setting.before, adapted=False)
     if setting.script == "ppo":
         critic = made("policy", head=start_of("head", (1, 16))[0].requires_grad_())
 
     def learn(samples, lr, kl_coef):
         completions = [plainly(sample) for sample in samples]
-        if setting.script == "sft":
-            return reference.sft(args, policy, completions, lr)
-        if setting.script == "distill":
-            seen = [replace(c, prompt=getattr(s.prompt.row, "teacher_ids", c.prompt))
-                    for s, c in zip(samples, completions, strict=True)]
-            return reference.distill(args, policy, before, completions, seen, lr)
-        if setting.script == "grpo":
-            return reference.grpo(args, policy, before, completions, lr)
-        return reference.ppo(args, policy, critic, before, completions, lr,
-                             args.critic_args.critic_lr, kl_coef)
+        return setting.learn(args, (policy, critic, before), samples, completions, lr, kl_coef)
 
     return all_steps(setting, args, policy, critic, learn,
                      partial(reference_losses.adaptive_kl, args))
@@ -275,8 +234,7 @@ def differences(ours: dict, theirs: dict, limit: float = LIMIT) -> list[str]:
               for a, b in zip(ours["weights"], theirs["weights"], strict=True)]
     for step, (mine, right) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
         assert not any(value for name, value in mine.items() if "not_finite" in name)
-        names = {name for name in mine.keys() ^ right.keys() if "not_finite" not in name
-                 and "router/" not in name}  # of these: test_experts.py
+        names = {name for name in mine.keys() ^ right.keys() if "not_finite" not in name}
         assert not names, f"metrics of one side: {sorted(names)}"
         found += [(f"{name} of step {step}: {mine[name]} not {right[name]}",
                    abs(mine[name] - right[name]) / max(1.0, abs(right[name])))
@@ -295,9 +253,8 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def right(folder):
     """setting → what the reference makes of it, with the budgets of this number."""
-    lms = {name: AutoModelForCausalLM.from_pretrained(
-        f"{folder}/{name}", dtype=torch.float64, attn_implementation="sdpa").eval()
-        for name in ("policy", "start", "experts-policy", "experts-start")}
+    lms = cache(lambda name: AutoModelForCausalLM.from_pretrained(
+        f"{folder}/{name}", dtype=torch.float64, attn_implementation="sdpa").eval())
     return cache(lambda setting, number: expected(setting, arguments(setting, number), lms))
 
 
@@ -307,7 +264,12 @@ def shipped(folder, request) -> dict[int, dict]:
     tested = [item.callspec.params["number"] for item in request.session.items
               if getattr(item, "originalname", "") == "test_learn_is_the_reference"]
     numbers = tested or range(len(SETTINGS))
-    return ranks.results(1, learn_all, folder, {n: SETTINGS[n] for n in numbers})[0]
+    return outcomes(folder, {n: SETTINGS[n] for n in numbers})
+
+
+def outcomes(folder: str, settings: dict[int, Setting]) -> dict[int, dict]:
+    """What the shipped code makes of each."""
+    return ranks.results(1, learn_all, folder, settings)[0]
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=[one.words for one in SETTINGS])
@@ -319,15 +281,18 @@ def test_learn_is_the_reference(number, shipped, right):
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_pair_of_flags_on_any_ranks(script, size, folder, right):
+    every_pair(drawn(script, CHOICES[script]), size, folder, right)
+
+
+def every_pair(settings: list[Setting], size: int, folder: str, right) -> None:
     """Every rank has the reference's metrics, and the whole gradients and weights are its."""
-    settings = dict(enumerate(drawn(script)))
-    for outcomes in ranks.results(size, learn_all, folder, settings, timeout=500):
-        for number, ours in outcomes.items():
+    settings = dict(enumerate(settings))
+    for found in ranks.results(size, learn_all, folder, settings, timeout=500):
+        for number, ours in found.items():
             wrong = differences(ours, right(settings[number], number), 10 * LIMIT)  # any values
             assert not wrong, "\n".join([settings[number].words, *wrong])
 
 
-@needs(*WORDS)
 def test_the_settings_reach_what_they_are_for(shipped):
     """Bounds act on a part of the tokens, ratios leave 1, rows are dropped for each reason."""
     def values(name: str) -> list[float]:

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
+import fakes
 import faults
+import grpo
 import inputs
 import log
 import texts
@@ -21,9 +23,9 @@ from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from examples import tiny
+from fakes import SCRIPTS
 from forked import PYTHON
-from house import QUIET, SCRIPTS, has, module, needs
-from settings import changed, values_of
+from settings import values_of
 
 ROOT = Path(__file__).parent.parent
 FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
@@ -40,12 +42,17 @@ def test_what_is_fixed_is_a_flag_or_a_fact():
     every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
     assert FIXED - every == FACTS
     kept = {name for module in SCRIPTS.values() for name in checkpoint.fixed(module.Args())}
-    assert kept - every == FACTS and ("lora_rank" in kept - FIXED) == has("lora")
+    assert kept - every == FACTS
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
-    flags, fixed = flags_of(SCRIPTS[script].Args), checkpoint.fixed(SCRIPTS[script].Args())
+    other_values(SCRIPTS[script], tmp_path)
+
+
+def other_values(script, tmp_path):
+    """Of each flag of a script."""
+    flags, fixed = flags_of(script.Args), checkpoint.fixed(script.Args())
     state = {"step": 7, "settings": json.loads(json.dumps(flags))}
     for name, value in flags.items():
         saved = checkpoint.Saved(tmp_path / "step_7", copy.deepcopy(state))
@@ -76,56 +83,29 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
         "resumed with torch 2.13 (was 2.12) from step 2 on"]
 
 
-@pytest.mark.parametrize("was, now, refused", [
-    (dict(carry=0, max_tokens=9), dict(carry=1, max_tokens=9), "carry was 0 and is now 1"),
-    (dict(carry=1, max_tokens=9), dict(carry=0, max_tokens=9), "carry was 1 and is now 0"),
-    (dict(carry=1, max_tokens=9), dict(carry=1, max_tokens=5), "max_tokens was 9 and is now 5"),
-    (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
-def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
-    saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
-    fixed = checkpoint.fixed(changed(SCRIPTS["grpo"].Args(), **now))
-    if refused:
-        with pytest.raises(SettingsError, match=refused):
-            checkpoint.check(saved, now, fixed=fixed)
-    else:
-        assert checkpoint.check(saved, now, fixed=fixed).changed == [
-            "resumed with max_tokens 5 (was 9) from step 3 on"]
-
-
 # ---- rows
 
-def rows(**changes) -> list[Row]:
+def rows(kind=Row, **changes) -> list[Row]:
+    """Three; the second one is of this kind, with these changes."""
     made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
             for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    kinds = {"target": ("parts.sft.targets", "LearnedRow"),
-             "teacher_ids": ("parts.distill.teacher", "TaughtRow"),
-             "pictures": ("parts.pictures.rows", "PicturedRow")}
-    kind = next((getattr(module(kinds[name][0]), kinds[name][1])
-                 for name in changes if name in kinds), Row)
     made[1] = kind(**vars(made[1]) | changes)
     return made
 
 
 @pytest.mark.parametrize("changes", [
-    dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9}),
-    pytest.param(dict(target=([4], [True])), marks=needs("sft")), dict(teacher_ids=[7]),
-    dict(pictures=SimpleNamespace(sources=(b"other",)))])
+    dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9})])
 def test_another_row_is_refused_and_named(tmp_path, changes):
+    another_row(tmp_path, **changes)
+
+
+def another_row(tmp_path, **changes):
     settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
     saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
     assert checkpoint.check(saved, settings).changed == []
     again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
     with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
         checkpoint.check(saved, again)
-
-
-@needs("pictures")
-def test_another_picture_under_the_same_name_is_another_row(tmp_path):
-    path, found = tmp_path / "a.png", []
-    for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
-        path.write_bytes(content)
-        found += checkpoint.row_digests(rows(pictures=SimpleNamespace(sources=(str(path),))))[1][1:]
-    assert len(set(found)) == len(found) == 4
 
 
 # ---- files
@@ -187,22 +167,21 @@ def with_date(tmp_path_factory) -> str:
     return str(folder)
 
 
-@needs("distill", "turns")
-def test_all_that_a_run_renders_has_its_date(with_date):
-    """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
-    args = changed(
-        SCRIPTS["distill"].Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
-        max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
-        reply=str(ROOT / "examples/again.py:reply"))
+DATE = "<|im_start|>system\n20190304<|im_end|>"
+
+
+def dated_files(args) -> inputs.Inputs:
+    """What a run of that day reads; its rows to train on and to evaluate on have its date."""
     found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
-    date = "<|im_start|>system\n20190304<|im_end|>"
-    decode = found.tokenizer.decode
     for row in found.rows[:3] + found.eval_rows[:3]:
-        assert row.prompt.startswith(date) and decode(row.prompt_ids).startswith(date)
-    assert decode(found.rows[0].teacher_ids).startswith(date)
-    turns, vocab = module("parts.turns.turns"), found.shape.vocab
-    bridge = turns.Bridge(found.tokenizer, found.ends, vocab, None)
-    assert bridge.render([], True).startswith(date)
+        assert row.prompt.startswith(DATE)
+        assert found.tokenizer.decode(row.prompt_ids).startswith(DATE)
+    return found
+
+
+def test_all_that_a_run_renders_has_its_date(with_date):
+    dated_files(fakes.args(model=with_date, max_tokens=9, max_prompt_tokens=64,
+                           eval_data="tiny@test"))
 
 
 def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
@@ -218,8 +197,8 @@ def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
 
 def go(folder: Path, *flags: str, **env: str) -> tuple[int, str]:
     done = subprocess.run(
-        [PYTHON, ROOT / "grpo.py", *faults.FLAGS, "--max_prompt_tokens", "64", *QUIET,
-         "--no-export", "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
+        [PYTHON, ROOT / "grpo.py", *faults.FLAGS, "--max_prompt_tokens", "64", "--no-export",
+         "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)
     return done.returncode, done.stdout
@@ -254,5 +233,4 @@ def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
     assert "temperature" not in text and "goes on after step 2 of 3, begun " in text
     # What a resume is compared by is there.
     settings = json.loads((faults.last(tmp_path / "runs/x") / "state.json").read_text())["settings"]
-    named = {*FACTS - {"teacher_files"}, "row_digests", "group"}
-    assert named | ({"carry"} if has("carry") else set()) <= settings.keys()
+    assert {*FACTS, "row_digests"} | checkpoint.fixed(grpo.Args()) <= settings.keys()

@@ -3,7 +3,6 @@
 The right value is what transformers' apply_chat_template gives for messages written by hand.
 """
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,8 @@ import rewards
 from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
-from house import module, needs
-from settings import changed
 from texts import Marks, marks_of
 from worker import Part
-
-sft = module("parts.sft.sft")
-teacher = module("parts.distill.teacher")
-pictured = module("parts.pictures.rows")
-targets = module("parts.sft.targets")
 
 TEMPLATE = (
     "{% if effort %}Effort: {{ effort }}{% endif %}"
@@ -71,19 +63,6 @@ def asked(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
     return data.load(spec, tokenizer, DataArgs(4096, **flags))[0]
 
 
-def learned(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
-    ends = [tokenizer.eos_token_id]
-    return data.load(spec, tokenizer, DataArgs(4096, **flags), eos_ids=ends,
-                     make=partial(targets.make_row, eos_ids=ends))[0]
-
-
-def texts(row: data.Row) -> tuple[str, str, str]:
-    """The prompt, all that follows, and what of it is learned."""
-    ids, marks = row.target
-    kept = [i for i, mark in zip(ids, marks, strict=True) if mark]
-    return row.prompt, TOKENIZER.decode(ids), TOKENIZER.decode(kept)
-
-
 def of(load, row: dict, folder: Path, kind: str = "jsonl", **flags):
     return load(store(folder, kind, [row]), **flags)[0]
 
@@ -117,39 +96,18 @@ def refusal(load, row, folder, **flags) -> str:
     return str(error.value).partition("row 1: ")[2]
 
 
-# ---- nulls and calls
-
-def test_a_null_that_somebody_wrote_stays(tmp_path):
-    chat = [user(), said(None, tool_calls=[call({"city": None}, id=None)], name=None)]
-    right = said("", tool_calls=[call({"city": None})])
-    row = of(learned, {"messages": chat}, tmp_path)
-    assert texts(row)[2] == template([user(), right], False)[len(row.prompt):].rstrip()
-    import datasets
-    place = tmp_path / "kept.parquet"  # its arguments are JSON, which has no nulls of other rows
-    datasets.Dataset.from_list(
-        [{"messages": [user(), said("", tool_calls=[call(arguments)])]}
-         for arguments in ({"city": None}, {"city": 1}, {"city": "x"})],
-        on_mixed_types="use_json").to_parquet(place)
-    assert texts(learned(str(place))[0])[2] == texts(row)[2]
-
-
-# ---- keys and columns with a meaning
-
 # ---- keys and columns with a meaning
 
 def test_schemas_need_a_place(tmp_path):
     stored = {"prompt": "q", "answer": "a", "tools": [schema("f")]}
-    for load, tokenizer in (asked, PLAIN), (asked, make_tokenizer(None)), (learned, PLAIN):
-        assert "no place for tools" in refusal(load, stored, tmp_path, tokenizer=tokenizer)
+    for tokenizer in PLAIN, make_tokenizer(None):
+        assert "no place for tools" in refusal(asked, stored, tmp_path, tokenizer=tokenizer)
 
 
 def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
     right = template([user()], enable_thinking=False)
     assert right.endswith("<think></think>") and of(asked, row, tmp_path).prompt == right
-    row |= {"chat_template_kwargs": {"effort": "low"}}
-    made, whole = of(learned, row, tmp_path), template([user(), said("a")], False, effort="low")
-    assert made.prompt + texts(made)[1] == whole.rstrip()
     for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "an object"),
                           ({"think": 1}, "no place for think"),  # it is written, and no name
                           ({"add_generation_prompt": False}, "multiple values")):
@@ -184,38 +142,6 @@ def test_a_comment_of_the_template_reads_nothing(tmp_path):
                                          tokenizer=tokenizer)
 
 
-@needs("sft", "turns")
-def test_switches_of_the_template_need_one_turn(tmp_path):
-    row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
-    args = changed(sft.Args(), reply="x.py:f")
-    with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
-        files = inputs.ModelFiles(None, None, "", None)
-        module("parts.turns.plug").check(args, files, [of(asked, row, tmp_path)])
-
-
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
-def test_a_turn_of_weight_0_is_not_learned(tmp_path, tokenizer):
-    """Before the first turn that is learned it is prompt; after the last one it is left out."""
-    chat = [user(), said("one", weight=0), user(), said("yes", weight=1), user(),
-            said("no", weight=False), user(), said("si"), user(), said("never", weight=0)]
-    row = of(learned, {"messages": chat}, tmp_path, tokenizer=tokenizer)
-    prompt, after, kept = texts(row)
-    end = tokenizer.eos_token
-    assert kept == f"yes{end}si{end}" and "one" in prompt
-    assert after.startswith("yes") and "no" in after and after.endswith(f"si{end}")
-
-
-def test_calls_without_arguments_and_without_a_place(tmp_path):
-    for nothing in "", None:
-        row = of(learned, {"messages": [user(), said("", tool_calls=[call(nothing)])]}, tmp_path)
-        assert '"arguments": {}}' in texts(row)[2]
-    for wrong in call("[1]"), call("{"), {"function": "f"}, {"id": "1"}, "f", {"name": "f"}:
-        assert "message 1 of messages: its tool_calls cannot be used" in refusal(
-            learned, {"messages": [user(), said("", tool_calls=[wrong])]}, tmp_path)
-    calls = {"messages": [user(), said("", tool_calls=[call({})])]}
-    assert "no place for tool_calls" in refusal(learned, calls, tmp_path, tokenizer=PLAIN)
-
-
 def test_a_template_that_asks_for_a_key_has_a_place_for_it(tmp_path):
     """Mistral's raises an error where an answer of a tool follows no call, or a role is unknown."""
     strict = make_tokenizer(
@@ -229,7 +155,6 @@ def test_a_template_that_asks_for_a_key_has_a_place_for_it(tmp_path):
     assert "'arguments': {'a': 1}" in prompt and prompt.endswith("[ipython]2[user]w")
     assert "no such role" in refusal(
         asked, {"prompt": [{"role": "bing", "content": "x"}, user()]}, tmp_path, tokenizer=strict)
-
 
 # Forms of other systems: by the general rule they are refused, and a function of convert.py reads
 # them. (form, the row, its messages; None: a row without)
@@ -254,55 +179,45 @@ ELSEWHERE = {
        for key in convert.WEIGHTS for off in [0 if "loss" in key else False]}}
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+# Those whose last message is to learn are read by a part.
+@pytest.mark.parametrize("name", [
+    name for name, (*_, chat) in ELSEWHERE.items() if chat[-1]["role"] == "user"])
 def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
+    row, chat = converted(tmp_path, name, asked)
+    assert row.prompt == template(chat) and row.answer in (None, "5")
+
+
+def converted(tmp_path, name: str, load) -> tuple[data.Row, list[dict]]:
+    """A row of another system, which is refused as it is, and its messages."""
     form, stored, chat = ELSEWHERE[name]
-    load = learned if chat[-1]["role"] == "assistant" else asked
     assert refusal(load, stored, tmp_path)
-    row = of(load, getattr(convert, form)(stored), tmp_path)
-    assert row.prompt + (texts(row)[1] if load is learned else "") == template(
-        chat, load is asked).rstrip("\n") + "\n" * (load is asked)
-    assert "no" not in (texts(row)[2] if load is learned else "") and row.answer in (None, "5")
+    return of(load, getattr(convert, form)(stored), tmp_path), chat
 
 
-@pytest.mark.parametrize("load, row, words", [
-    (asked, {"prompt": [user(), {"role": "assistant", "content": None}, user()]},
+@pytest.mark.parametrize("row, words", [
+    ({"prompt": [user(), {"role": "assistant", "content": None}, user()]},
      "message 1 of prompt: its content cannot be used"),
-    (asked, {"prompt": ["q"]}, "message 0 of prompt: its role cannot be used"),
-    (asked, {"prompt": 5}, "the prompt must be text or a list of"),
-    (asked, {"prompt": str([user()])}, "the prompt must be text or a list of"),  # of pandas
-    (asked, {"prompt": [user(), said("", tool_calls=[call({})])]}, "prompt ends with what"),
-    (asked, {"messages": [user(), said()]}, "messages ends with what the assistant says"),
-    (asked, {"prompt": [user() | {"images": ["x.png"]}]}, "no place for images"),
-    (asked, {"instruction": "q", "input": "", "output": "a"}, "such as '{instruction} {input}'"),
-    (learned, {"question": "q", "answer": 5}, "the answer must be text or a list of"),
-    (learned, {"messages": "q"}, "the messages must be a list of"),
-    (learned, {"prompt": "q", "chosen": "a", "rejected": "b"}, "this one has prompt, chosen, rej"),
-    (asked, {"prompt": "q", "tools": ["f"]}, "tools must be a list of schemas"),
-    (asked, {"prompt": [user("x" * 200), user([{"type": "text", "text": "a"}, IMAGE])]},
+    ({"prompt": ["q"]}, "message 0 of prompt: its role cannot be used"),
+    ({"prompt": 5}, "the prompt must be text or a list of"),
+    ({"prompt": str([user()])}, "the prompt must be text or a list of"),  # of pandas
+    ({"prompt": [user(), said("", tool_calls=[call({})])]}, "prompt ends with what"),
+    ({"messages": [user(), said()]}, "messages ends with what the assistant says"),
+    ({"prompt": [user() | {"images": ["x.png"]}]}, "no place for images"),
+    ({"instruction": "q", "input": "", "output": "a"}, "such as '{instruction} {input}'"),
+    ({"prompt": "q", "tools": ["f"]}, "tools must be a list of schemas"),
+    ({"prompt": [user("x" * 200), user([{"type": "text", "text": "a"}, IMAGE])]},
      "message 1 of prompt: its content cannot be used: {'role': 'user', 'content': [{'type"),
-    (asked, {"text": "q", "label": "a"}, "no prompt column in (text, label); it needs prompt, "),
-    (asked, {"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
-    (asked, {"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
-    (learned, {"messages": [user(), said(weight=0)]}, "weight is not 0"),
-    (learned, {"messages": [user(), said(weight=0.5)]}, "message 1 of messages: its weight cannot"),
-    (learned, {"messages": [user(), said(weight="1")]}, "message 1 of messages: its weight cannot"),
-    (asked, {"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
-    *((asked, {"prompt": "q", key: ["x"]}, f"no place for {key}")
-      for key in ("videos", "history", "functions")),
-    *((learned, {"messages": [user(), said(**{key: value})]}, f"no place for {key}")
-      for key, value in (("mask", 0), ("loss_scale", 0.3), ("train_detail", [1]))),
-    *((learned, {"prompt": "q", "completion": "a", key: value}, f"its {key} is {value}")
-      for key, value in (("label", False), ("weight", 0), ("loss_weight", 0.5),
-                         ("labels", [-100, 1])))])
-def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, load, row, words):
-    assert words in refusal(load, row, tmp_path)
+    ({"text": "q", "label": "a"}, "no prompt column in (text, label); it needs prompt, "),
+    ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
+    ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
+    ({"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
+    *(({"prompt": "q", key: ["x"]}, f"no place for {key}")
+      for key in ("videos", "history", "functions"))])
+def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, row, words):
+    assert words in refusal(asked, row, tmp_path)
 
 
-def test_thoughts_need_a_place(tmp_path):
-    row = {"messages": [user(), said(reasoning_content="hm")]}
-    assert texts(of(learned, row, tmp_path))[2] == "<think>hm</think>A<|im_end|>"
-    assert "no place for reasoning_content" in refusal(learned, row, tmp_path, tokenizer=PLAIN)
+def test_a_role_needs_a_place(tmp_path):
     deaf = make_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
                           "{% endif %}{% endfor %}")
     for role in "developer", "function":
@@ -314,29 +229,23 @@ def test_thoughts_need_a_place(tmp_path):
 
 # ---- what a run says of its rows
 
-@needs("sft")
 def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path):
     """Data sets write "proof" where there is no answer, and a solution beside it."""
-    def said_of(load, rows, **flags) -> str:
-        return inputs.what_is_read(load(store(tmp_path, "jsonl", rows), **flags))
+    def said_of(rows, **flags) -> str:
+        return inputs.what_is_read(asked(store(tmp_path, "jsonl", rows), **flags))
 
     row = {"problem": "q", "solution": r"s \boxed{7}", "answer": "7"}
     words = [row | {"answer": word} for word in ("proof", "notfound", "proof", "notfound", "proof")]
-    assert said_of(asked, [row, row]) == "2 rows: prompt from problem, answer from answer"
-    assert said_of(asked, [row, *words]) == (
+    assert said_of([row, row]) == "2 rows: prompt from problem, answer from answer"
+    assert said_of([row, *words]) == (
         "6 rows: prompt from problem, answer from answer; answers without a digit: 'proof' 3 "
         "times, 'notfound' 2 times")
     nothing = [{"prompt": "q"}, {"prompt": "q", "answer": None}, {"prompt": "q", "answer": " "}]
-    assert said_of(asked, [*nothing, row | {"answer": None}]) == (
+    assert said_of([*nothing, row | {"answer": None}]) == (
         "3 rows: prompt from prompt, no answer; 1 row: prompt from problem, answer from the last "
         "box of solution")
-    assert said_of(asked, [row], prompt_template="{problem}!") == (
+    assert said_of([row], prompt_template="{problem}!") == (
         "1 row: prompt from --prompt_template, answer from answer")
-    chat = {"messages": [user(), said()]}
-    assert said_of(learned, [row, row, chat]) == (
-        "2 rows: prompt from problem, learned from solution; 1 row: prompt from messages, learned "
-        "from messages")
-    assert texts(learned(store(tmp_path, "jsonl", [row]))[0])[2].startswith("s ")
 
 
 # ---- paths
@@ -346,7 +255,6 @@ def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
     (tmp_path / name).mkdir()
     spec = store(tmp_path / name, "jsonl", [{"prompt": "q"}])
     assert data.read(spec)[0] == [{"prompt": "q"}]
-    assert pictured.folder_of(spec) == pictured.folder_of(f"{spec}.py:rows") == tmp_path / name
     for end in "@train", ":main", "x.jsonl":
         with pytest.raises(SettingsError):
             data.read(spec + end)
@@ -361,7 +269,7 @@ def test_flags_of_files_may_hold_them_too(tmp_path):
             Part("tidy", float(weight[1:] or 1), str(path))]
     assert flags.find("loss", f"{path}:tidy") == (path, "tidy")
     (path.parent / "config.json").write_text("{}")
-    assert inputs.find_model(str(path.parent), flag="teacher") == str(path.parent)
+    assert inputs.find_model(str(path.parent), flag="model") == str(path.parent)
 
 
 # ---- the sweep: the formats of the field, each in each store
@@ -404,8 +312,8 @@ def formats(i: int) -> dict[str, tuple[dict, list[dict], dict]]:
         "question and answer": ({"question": q, "answer": a}, [user(q)], {})}
 
 
-@pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_formats_of_the_field_in_every_store(tmp_path, n):
+def stored_formats(tmp_path, n: int):
+    """(name, store, the value of --data, n stored rows, their messages, what the template gets)."""
     rows = [formats(i) for i in range(n)]
     for name in rows[0]:
         for kind in STORES:
@@ -413,29 +321,22 @@ def test_the_formats_of_the_field_in_every_store(tmp_path, n):
                 continue
             (tmp_path / name).mkdir(exist_ok=True)
             stored, chats, options = zip(*(row[name] for row in rows), strict=True)
-            spec = store(tmp_path / name, kind, stored)
-            if name == "alpaca":
-                with pytest.raises(SettingsError, match="such as '{instruction} {input}'"):
-                    asked(spec)
-                made = asked(spec, prompt_template="{instruction} {input}")
-                assert made[0].prompt == template([user(f"{pair(0)[0]} ")])
-                continue
-            learns = chats[0][-1]["role"] == "assistant"
-            if learns and not targets:
-                continue
-            made = (learned if learns else asked)(spec)
-            for i, (row, chat, more, one) in enumerate(zip(
-                    made, chats, options, stored, strict=True)):
-                first = chat.index(user(pair(i)[0])) + 1 if learns else len(chat)
-                assert row.prompt == template(chat[:first], **more), (name, kind)
-                if learns:
-                    whole = row.prompt + texts(row)[1]
-                    assert whole == template(chat, False, **more).rstrip("\n"), (name, kind)
-                if name == "a tool's answer" and teacher:
-                    taught, = teacher.add_teacher_prompts(
-                        [row], TOKENIZER, DataArgs(4096), "Think. {question}")
-                    hint = template([*chat[:2], {"role": "tool", "content": "Think. 3"}], **more)
-                    assert TOKENIZER.decode(taught.teacher_ids) == hint
-                if name == "verl":
-                    assert row.answer == one["reward_model"]["ground_truth"]
-                    assert row.columns["extra_info"] == one["extra_info"]
+            yield name, kind, store(tmp_path / name, kind, stored), stored, chats, options
+
+
+@pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_formats_of_the_field_in_every_store(tmp_path, n):
+    """Those whose last message is to learn are read by a part."""
+    for name, kind, spec, stored, chats, options in stored_formats(tmp_path, n):
+        if name == "alpaca":
+            with pytest.raises(SettingsError, match="such as '{instruction} {input}'"):
+                asked(spec)
+            made = asked(spec, prompt_template="{instruction} {input}")
+            assert made[0].prompt == template([user(f"{pair(0)[0]} ")])
+            continue
+        made = [] if chats[0][-1]["role"] == "assistant" else asked(spec)
+        for row, chat, more, one in zip(made, chats, options, stored, strict=bool(made)):
+            assert row.prompt == template(chat, **more), (name, kind)
+            if name == "verl":
+                assert row.answer == one["reward_model"]["ground_truth"]
+                assert row.columns["extra_info"] == one["extra_info"]

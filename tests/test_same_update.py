@@ -11,7 +11,6 @@ import torch
 
 import ranks
 from families import ROUNDINGS
-from house import needs, of_a_part
 from learning import (
     GROUP,
     LONGEST,
@@ -27,19 +26,13 @@ BUDGETS = (LONGEST, 77, 4096)               # exactly one longest sequence; a fe
 
 
 def case(prompts: int, samples: str = "mixed", tied: bool = True, dtype: str = "float64",
-         steps: int = 1, shard_size: int = 0, experts: bool = False, **args) -> Case:
-    return Case(prompts, tuple(sorted(args.items())), samples, tied, dtype, steps, shard_size,
-                experts)
+         steps: int = 1, shard_size: int = 0, kind=Case, **args) -> Case:
+    return kind(prompts, tuple(sorted(args.items())), samples, tied, dtype, steps, shard_size)
 
 
 def label(c: Case) -> str:
     flags = " ".join(f"{k}={v}" for k, v in c.args)
     return f"{c.prompts} prompts {c.samples} {c.dtype} {c.source} {flags}"
-
-
-def kept(cases: list[Case]) -> list[Case]:
-    """Those of parts that are here."""
-    return [c for c in cases if not of_a_part(label(c))]
 
 
 def cross(dtype: str) -> list[Case]:
@@ -52,7 +45,7 @@ def cross(dtype: str) -> list[Case]:
 
 LATIN = [c for i, c in enumerate(cross("float64"))                 # holds each pair of values
          if (i // 18 + i // 6 + i // 2) % 3 == 0 and (i + i // 6) % 2]
-SOME = kept([
+SOME = [
     *LATIN,
     *(case(7, dtype=dtype, update_tokens=LONGEST, aggregation="sequence", minibatches=3)
       for dtype in ("float32", "float64")),
@@ -66,9 +59,7 @@ SOME = kept([
          loss="gspo", aggregation="sequence", update_tokens=40),
     case(3, advantage="reinforce++-baseline", loss="cispo", minibatches=2, epochs=2, steps=2,
          update_tokens=40),
-    # LoRA: the reference is scale 0.
-    case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, update_tokens=64),
-    case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, score_tokens=96,
+    case(7, kl_loss_coef=0.1, minibatches=3, steps=2, score_tokens=96,
          checkpointing=True, cpu_offload=True),
     case(1, samples="plain", minibatches=3),            # 4 completions in 3 minibatches
     # Weight decay goes on where no completion learns: in all minibatches; in the second one.
@@ -76,13 +67,7 @@ SOME = kept([
     case(7, minibatches=7, epochs=2, weight_decay=0.5, steps=2, update_tokens=77),
     case(2, samples="unscored", minibatches=3),         # nothing to learn from
     case(0, samples="none", minibatches=2),             # --dynamic_sampling that found no group
-])
-EXPERTS = kept([
-    case(7, experts=True, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, steps=2,
-         update_tokens=LONGEST, score_tokens=96, checkpointing=True),
-    case(7, experts=True, replay_routing=True, minibatches=2, update_tokens=77, score_tokens=64),
-    case(3, experts=True, lora_rank=2, kl_loss_coef=0.1, minibatches=2, update_tokens=64),
-])
+]
 
 
 def run_on(sizes, folder: str, cases: list[Case]) -> dict[int, list]:
@@ -147,23 +132,19 @@ def same_metrics(theirs: list[dict], ours: list[dict], limit: float, name: str) 
                 f"{name}: {key} is {a[key]}, on one rank {b[key]}"
 
 
-@needs("experts")
-def test_experts_learn_the_same_on_two_ranks(models):
-    same(EXPERTS, run_on((1, 2), models, EXPERTS))
+def in_two_copies(c: Case, cases: list[Case], one: list, models: str) -> None:
+    """--shard_size 2 on 4 ranks: two copies of the weights, each over two ranks. Both copies have
+    the gradient of all four ranks, which is that of one rank."""
+    outcomes, = run_on((4,), models, [replace(c, shard_size=2)])[4]
+    gradient = whole([o.gradients[-1] for o in one[cases.index(c)]])
+    for copy in (outcomes[:2], outcomes[2:]):
+        assert difference(whole([o.gradients[-1] for o in copy]), gradient) <= 1e-12
 
 
 def test_same_update_and_metrics_on_any_ranks(models):
-    adapted = [c for c in SOME if ("lora_rank", 2) in c.args]
-    hybrids = [case(7, tied=False, update_tokens=77), *adapted[:1]]
     runs = run_on((1, 3), models, SOME)
     same(SOME, runs)
-    # --shard_size 2 on 4 ranks: two copies of the weights, each over two ranks. Both copies have
-    # the gradient of all four ranks.
-    shared = run_on((4,), models, [replace(c, shard_size=2) for c in hybrids])[4]
-    for c, outcomes in zip(hybrids, shared, strict=True):
-        gradient = whole([o.gradients[-1] for o in runs[1][SOME.index(c)]])
-        for copy in (outcomes[:2], outcomes[2:]):
-            assert difference(whole([o.gradients[-1] for o in copy]), gradient) <= 1e-12
+    in_two_copies(case(7, tied=False, update_tokens=77), SOME, runs[1], models)
     # One rank does not depend on its budgets either: cases that differ only in them have equal
     # gradients.
     by_maths: dict[tuple, torch.Tensor] = {}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import tyro
 
+import checkpoint
 import fakes
 import grpo
 import log
@@ -18,8 +19,10 @@ import plan
 import test_layouts
 from batch import Completion
 from data import Row, Stream
+from errors import SettingsError
 from parts.carry.carry import Carried, Carry, CarryArgs
 from rollout import Request, hash_seed
+from settings import changed
 
 END = 99
 
@@ -266,3 +269,19 @@ def test_it_runs_with(tmp_path, script, flags):
     _, rows = played(tmp_path / "run", *flags.split(), script=script, ranks_each=2)
     assert max(row["carry/token_age_max"] for row in rows) > 0
     assert any(row["grad/norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("was, now, refused", [
+    (dict(carry=0, max_tokens=9), dict(carry=1, max_tokens=9), "carry was 0 and is now 1"),
+    (dict(carry=1, max_tokens=9), dict(carry=0, max_tokens=9), "carry was 1 and is now 0"),
+    (dict(carry=1, max_tokens=9), dict(carry=1, max_tokens=5), "max_tokens was 9 and is now 5"),
+    (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
+def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
+    saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
+    fixed = checkpoint.fixed(changed(grpo.Args(), **now))
+    if refused:
+        with pytest.raises(SettingsError, match=refused):
+            checkpoint.check(saved, now, fixed=fixed)
+    else:
+        assert checkpoint.check(saved, now, fixed=fixed).changed == [
+            "resumed with max_tokens 5 (was 9) from step 3 on"]

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import families
 import grpo
 import learning
 import model
 import plan
-import reference
 import rollout
 from batch import Batch
 from checkpoint import export_model
 from dist import World
+from experts_reference import mixture
 from model_files import shape_from
 from parts.experts import experts
 from ranks import results
@@ -51,7 +51,7 @@ def test_a_mixture_is_its_equation(folder, name):
     for routes in (None, chosen, other):
         routing.routes = None if routes is None else routes.unsqueeze(1).expand(-1, 2, -1)
         found = []
-        for layer in (block, partial(reference.mixture, block, chosen=routes, normed=getattr(
+        for layer in (block, partial(mixture, block, chosen=routes, normed=getattr(
                 block.gate, "norm_topk_prob", True))):
             lm.zero_grad()
             with float64.Float64():
@@ -111,8 +111,16 @@ def replayed(world, folder: str) -> tuple:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("models"))
-    learning.make_models(None, path)
-    return f"{path}/experts"
+    return make_model(f"{path}/experts")
+
+
+def make_model(folder: str) -> str:
+    """A random Qwen3-MoE of two layers, in float64, of the sizes of learning.make_models."""
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        **learning.SIZES, head_dim=16, num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=16, norm_topk_prob=True)).double().save_pretrained(folder)
+    return folder
 
 
 def test_recorded_routes_change_no_bit_and_other_routes_change_their_tokens(models):

@@ -27,7 +27,6 @@ from batch import Batch, Micro
 from data import Row
 from errors import SettingsError
 from examples import squares
-from house import needs
 from model_files import shape_from
 from parts.pictures import kinds, seeing
 from parts.pictures.engine import HELD, parts_of
@@ -259,9 +258,10 @@ def test_scripts_train_on_pictures(folder, words):
 # ---- the engine ----
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, lora_rank", [
-    pytest.param("split", 4, marks=needs("lora")), ("hub", 0)])
+@pytest.mark.parametrize("name, lora_rank", [("split", 4), ("hub", 0)])
 def test_with_adapters_and_as_the_hub_has_it_all_see_the_same(folder, name, lora_rank):
+    if lora_rank:
+        pytest.importorskip("parts.lora.lora", reason="it has the adapters")
     if name == "hub":
         if config_of(folder).model_type == "qwen3_vl":
             pytest.skip("split/ is as the hub has it")

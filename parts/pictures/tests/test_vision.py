@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,18 +19,21 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config
 
+import checkpoint
 import data
 import families
 import grpo
 import inputs
 import model
 import plan
+import test_newcomer
+import test_resume
+import test_rows
 import texts
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
-from house import module
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.pictures import kinds, seeing
@@ -41,10 +45,6 @@ from rewards import Score
 from settings import changed
 from shapes import shape_of
 from tools import float64
-
-distill = module("parts.distill.distill")
-lora = module("parts.lora.lora")
-targets = module("parts.sft.targets")
 
 GROUP, COMPLETION = 3, 10
 
@@ -276,6 +276,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     row = make(columns, args=data.DataArgs(), make=data.make_row)
     assert row.prompt == "[1 ]<image>[ 2]"
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    targets = pytest.importorskip("parts.sft.targets", reason="its rows are learned")
     row = make(columns | {"completion": "3"}, args=data.DataArgs(),
                make=partial(targets.make_row, eos_ids=ends))
     assert tokenizer.decode(row.target[0]) == "[3]<|im_end|>" and row.prompt == "[1 ]<image>[ 2]"
@@ -320,6 +321,7 @@ def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, n
     ("blind", "has no processor for pictures")])
 def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
+    distill = pytest.importorskip("parts.distill.distill", reason="it has the teacher")
     source = str(folder / "split")
     lm, args = model.skeleton(source), changed(distill.Args(), teacher=teacher)
     kinds.find_eyes(args, lm.config, source, str(folder / "teacher"))
@@ -511,6 +513,7 @@ def test_text_and_vision_layers_are_sharded_and_exported(family):
 
 
 def test_adapters_are_in_the_text_model_alone(family):
+    lora = pytest.importorskip("parts.lora.lora", reason="it has the adapters")
     lm = model.skeleton(str(family / "split"))
     lora.put_in(lm, lora.LoraArgs(4), torch.float32)
     trained = [name for name, p in lm.named_parameters() if p.requires_grad]
@@ -556,3 +559,41 @@ def test_a_processor_with_another_chat_template_than_the_tokenizer_is_refused(fo
     (split / "chat_template.json").write_text(json.dumps({"chat_template": "Other" + text}))
     with pytest.raises(SettingsError, match="no chat_template.json"):
         kinds.check_template("x", files)
+
+
+# ---- a resume
+
+def test_rows_of_other_pictures_are_other_rows(tmp_path):
+    test_resume.another_row(tmp_path, kind=pictured.PicturedRow,
+                            pictures=SimpleNamespace(sources=(b"other",)))
+
+
+def test_another_picture_under_the_same_name_is_another_row(tmp_path):
+    path, found = tmp_path / "a.png", []
+    for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
+        path.write_bytes(content)
+        rows = test_resume.rows(pictured.PicturedRow,
+                                pictures=SimpleNamespace(sources=(str(path),)))
+        found += checkpoint.row_digests(rows)[1][1:]
+    assert len(set(found)) == len(found) == 4
+
+
+# ---- ./run.sh vision
+
+@pytest.mark.parametrize("line, words, graded", [
+    ("vision", "grpo.py --model runs/squares-sft/model --lr 5e-4", True),
+    ("vision:qwen2_5_vl", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
+    ("vision --data mine.jsonl", "--data mine.jsonl", False)])
+def test_run_sh_gives_the_job_its_flags_and_its_grade(tmp_path, line, words, graded):
+    pytest.importorskip("parts.sft.sft", reason="the job begins with it")
+    test_newcomer.gives(
+        tmp_path, line, "", words, graded, "squares/model/processor_config.json",
+        "squares/qwen2_5_vl/processor_config.json", "squares-sft/model/x",
+        "squares-sft-qwen2_5_vl/model/x")
+
+
+@pytest.mark.parametrize("name", ["me@lab.org", "a:b", "a b", "with:c@d", "@", "x@train"])
+def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
+    (tmp_path / name).mkdir()
+    spec = test_rows.store(tmp_path / name, "jsonl", [{"prompt": "q"}])
+    assert pictured.folder_of(spec) == pictured.folder_of(f"{spec}.py:rows") == tmp_path / name

@@ -1,4 +1,7 @@
-"""tools/report.py: the page of a run, also in a real browser. (test_script.py has a real run.)"""
+"""tools/report.py: the page of a run, also in a real browser. (test_page.py has a real run.)"""
+import base64
+import gzip
+import json
 import random
 import re
 import shutil
@@ -9,12 +12,22 @@ from types import SimpleNamespace
 import pytest
 
 import fakes
-from house import parts, write_run
+from errors import SettingsError
+from fakes import write_run
 from parts.report import plug, report
 from tracked import ROOT
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
+
+
+def unpacked(page: Path) -> tuple[dict, list]:
+    """The data of a page: its head, its blocks; None for one that is left out."""
+    def data(text: str):
+        return json.loads(gzip.decompress(base64.b64decode(text)))
+
+    found = json.loads(re.search('<script id="data"[^>]*>(.*?)</script>', page.read_text())[1])
+    return data(found["head"]), [data(x) if x else None for x in found["blocks"]]
 
 
 def made_up(prompt: int, n: int, rng, text: str | None = None) -> dict:
@@ -54,14 +67,14 @@ def test_a_large_run_is_under_the_limit_and_what_has_no_room_is_named(tmp_path, 
         made_up(i // 8, 16, random.Random(i)) for i in range(64)])
     monkeypatch.setattr(report, "PAGE", 260_000)
     page = write_page([large])
-    head, blocks = parts(page)
+    head, blocks = unpacked(page)
     assert page.stat().st_size < 260_000 and len(head["blocks"]) == 24
     lacks = [b["lacks"] for b in head["blocks"]]
     assert lacks[0] == lacks[-1] == "" and {*lacks} == {"", "tokens"}
     for info, block in zip(head["blocks"], blocks, strict=True):
         assert len(block["rows"]) == 64 and bool(block["tokens"]) == (not info["lacks"])
     size = (large / "samples/step_00000.jsonl").stat().st_size
-    head, blocks = parts(write_page([large], most_read=int(3.5 * size)))
+    head, blocks = unpacked(write_page([large], most_read=int(3.5 * size)))
     kept = [b["step"] for b, block in zip(head["blocks"], blocks, strict=True) if block]
     assert len(kept) == 3 and kept[0] == 0 and kept[-1] == 23
     assert {b["lacks"] for b in head["blocks"] if b["step"] not in kept} == {"completions"}
@@ -83,13 +96,13 @@ def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sen
     monkeypatch.setattr("sys.argv", ["report.py", str(folder)])
     report.main()
     assert "report.html" in capsys.readouterr().out
-    head, blocks = parts(folder / "report.html")
+    head, blocks = unpacked(folder / "report.html")
     assert not head["runs"][0]["done"] and [len(b["rows"]) for b in blocks] == [1, 1, 1]
     other = tmp_path / "far/away/page.html"
     other.parent.mkdir(parents=True)
     monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", str(other)])
     report.main()
-    assert (other.parent / parts(other)[0]["docs"].partition("#")[0]).resolve().is_file()
+    assert (other.parent / unpacked(other)[0]["docs"].partition("#")[0]).resolve().is_file()
     monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", f"{folder}/args.json/x"])
     with pytest.raises(SystemExit, match="^error: .*args.json/x cannot be written"):
         report.main()
@@ -107,7 +120,7 @@ def test_a_token_is_as_old_as_the_step_that_learns_from_it_says(tmp_path):
     """With --carry. A step without a round of its own has no token of age 0."""
     old = made_up(0, 4, random.Random(0)) | {"steps": [0, 1, 1, 2]}
     folder = write_run(tmp_path, [{"step": 5}], {"step_00003": [old], "step_00005": [old]}, steps=5)
-    _, blocks = parts(write_page([folder]))
+    _, blocks = unpacked(write_page([folder]))
     ages = [block["tokens"]["numbers"]["age"] for block in blocks]
     assert [[round(x * one["unit"]) for x in one["values"]] for one in ages] == [
         [2, 1, 1, 0], [4, 3, 3, 2]]
@@ -206,7 +219,7 @@ def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small):
 def test_it_opens_where_most_completions_have_an_advantage_and_one_step_moves_all(browser, small):
     """With bands over seeds, a healthy range, and a mark where it is left."""
     opened(browser, small)
-    head, _ = parts(small)
+    head, _ = unpacked(small)
     shown = head["blocks"][int(browser.input_value("#f-step"))]
     assert (shown["kind"], shown["step"]) == ("step", 0)
     assert shown["seen"] == max(b["seen"] for b in head["blocks"]) > 0.5
@@ -269,7 +282,7 @@ def test_it_filters_sorts_searches_and_colors(browser, small):
     assert put_in(browser, "step", "0") == 32
     assert put_in(browser, "kind", "unscored") == put_in(browser, "kind", "truncated") == 1
     put_in(browser, "kind", "all")
-    rewards = [row["reward"] for row in parts(small)[1][0]["rows"] if row["reward"] is not None]
+    rewards = [row["reward"] for row in unpacked(small)[1][0]["rows"] if row["reward"] is not None]
     assert put_in(browser, "low", "0.3") == sum(x >= 0.3 for x in rewards) < 31
     assert put_in(browser, "high", "0.7") == sum(0.3 <= x <= 0.7 for x in rewards) > 0
     for bound in "low", "high":
@@ -289,3 +302,9 @@ def test_it_filters_sorts_searches_and_colors(browser, small):
     assert len({*colors.values()}) == 3 and all(len({*x}) > 5 for k, x in colors.items()
                                                 if k != "put")
     assert len({*colors["put"]}) == 2 and not browser.said
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    run = write_run(tmp_path / "a", [], {})
+    with pytest.raises(SettingsError, match="x is not a run: it has no"):
+        report.page([run, Path("x")], place=tmp_path)

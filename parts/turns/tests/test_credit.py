@@ -18,6 +18,7 @@ import data
 import flags
 import grpo
 import plan
+import test_losses
 from batch import Batch, Micro, Sample
 from errors import SettingsError
 from parts.turns.turn_credit import turns_of
@@ -252,3 +253,18 @@ def test_a_draw_is_the_tokens_own():
     every = torch.cat(alone).tolist()
     assert len(set(every)) == len(every) and 0 <= min(every) < max(every) < 1
     assert [len(x) for x in alone] == batch.tokens.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rewards_that_differ_by_rounding_alone_are_equal(seed):
+    def found(rewards) -> float:
+        batch = test_losses.batch_of(rewards)
+        for sample in batch.samples:
+            sample.completion.turns = []  # not paid
+        return float(test_losses.of_file(
+            CREDIT, rewards, 3, ~rewards.isnan(), 0.0, batch, reward="turns").abs().max())
+
+    rewards = test_losses.nearly_equal(seed)
+    assert found(rewards) == 0
+    test_losses.make_one_differ(rewards)
+    assert found(rewards) > 0

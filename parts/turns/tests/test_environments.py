@@ -235,7 +235,7 @@ def test_killed_in_the_middle_of_episodes_and_resumed(flags, tmp_path):
 
     status, text = go("alone")
     assert status == 0, text
-    status, text = go("x", "reply:1:3:kill")
+    status, text = go("x", "parts.turns.turns/Episodes/reply:1:3:kill")
     assert status == 1 and "exitcode  : -9" in text, text
     status, text = go("x")
     assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text

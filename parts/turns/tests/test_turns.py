@@ -17,11 +17,16 @@ import families
 import log
 import ranks
 import rollout
+import test_loop
+import test_prove
+import test_resume
+import test_rewards
+import test_rows
 from batch import Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
 from learning import begin_with
-from parts.turns import turns
+from parts.turns import plug, turns
 from parts.turns.replies import messages
 from rewards import Answer, Pool, item_of, score_samples, scores_of
 from templates import with_traits
@@ -29,6 +34,7 @@ from texts import reader
 from tracked import ROOT
 from worker import Part
 
+CREDIT = "parts/turns/turn_credit.py:turn_credit"
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}
 TOKENIZER = tiny.make_tokenizer()
 
@@ -339,10 +345,22 @@ def test_the_game_is_learned():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# ---- with the core's own tests
+
+with_date, own = test_resume.with_date, test_rewards.own
+
+
+def test_what_stands_between_two_turns_has_the_date_of_the_run(with_date):
+    found = test_resume.dated_files(fakes.args(
+        model=with_date, max_tokens=9, max_prompt_tokens=64, eval_data="tiny@test",
+        reply=str(ROOT / "examples/again.py:reply")))
+    there = turns.Bridge(found.tokenizer, found.ends, found.shape.vocab, None)
+    assert there.render([], True).startswith(test_resume.DATE)
+
+
 @pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
-def test_a_mistake_names_its_own_flag(tmp_path, monkeypatch, spec):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text("def f(completion, answer): return 1\n")
+def test_a_mistake_names_its_own_flag(own, spec):
+    own(test_rewards.F + "return 1")
     with pytest.raises(SettingsError) as error:
         turns.ReplyPool.parse(None, [spec])
     assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
@@ -356,3 +374,22 @@ def test_a_reply_is_put_behind_the_system_message_of_the_run(monkeypatch):
         ids=lambda last, messages: []))
     turns.check(fakes.args(system="S", reply="r.py:f"), "tokenizer", [4], 9, [])
     assert made == [("tokenizer", [4], 9, "S")]
+
+
+def test_turn_credit_keeps_the_promises():
+    test_prove.keeps("1", f"--advantage {CREDIT} --reward turns --group 4 "
+                          "--reply examples/doors.py:Doors")
+
+
+def test_paid_turns_and_any_flag_of_an_update_work_or_are_refused():
+    reply = {"reply": "examples/doors.py:Doors", "reward": ("turns",)}
+    settings = [dict([flag]) | more for flag in test_loop.FLAGS for more in (
+        reply, reply | {"advantage": CREDIT}) if flag[0] not in more]
+    assert test_loop.worked(settings, lambda done: turns.Turns(**vars(done))) > 20
+
+
+def test_switches_of_the_template_need_one_turn(tmp_path):
+    row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
+    rows = [test_rows.of(test_rows.asked, row, tmp_path)]
+    with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
+        plug.check(fakes.args(reply="x.py:f"), None, rows)
