@@ -1,73 +1,65 @@
-"""--dtype float64 means it, in every family: transformers' own code rounds to float32 in places.
-And a gradient is the derivative of what is computed, for each parameter."""
-import json
-import random
-from pathlib import Path
+"""A packed micro-batch is its single rows, to the last digits, in every family.
 
+test_families.py compares them in float32. Here --dtype float64 must mean it: transformers' own code
+rounds to float32 in places.
+"""
+import json
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM
 
-import data
+import batch
 import fakes
 import families
+import grpo
+import learning
 import model
-from batch import Batch
+import probes
+from batch import Batch, Micro
 from learning import difference
 from ranks import results
 from tools import float64
 
+CPU = torch.device("cpu")
 
-def samples_of() -> Batch:
+
+def batch_of() -> Batch:
     """Two prompts with two completions each. They are longer than the windows of the models."""
-    generator = torch.Generator().manual_seed(0)
-    rows = [data.Row(i, "", torch.randint(3, 320, (80 + 9 * i,), generator=generator).tolist(),
-                     None, {}, "") for i in (0, 0, 1, 1)]
-    rows[1::2] = rows[::2]
-    completions = [families.Completion(
-        torch.randint(3, 320, (n,), generator=generator).int().numpy(),
-        torch.zeros(n).numpy(), False) for n in (24, 7, 1, 16)]
-    return families.scored([data.Prompt(row.index, row) for row in rows], completions)
+    draws = np.random.default_rng(0)
+    prompts = [draws.integers(3, 320, n).tolist() for n in (80, 89)]
+    return Batch([learning.sample(prompts[p], draws.integers(3, 320, n))
+                  for p, n in ((0, 24), (0, 7), (1, 1), (1, 16))])
 
 
-def packed(world, folder: str, names: list[str]) -> dict[str, tuple]:
-    """{family: (M,) log-probs and a gradient} of the trainer, all rows in one micro-batch."""
-    found = {}
-    for name in names:
-        args = fakes.args(dtype="float64")
-        policy = model.Policy(float64.build(model.LogprobModel, f"{folder}/{name}", world, args),
-                              world, args)
-        batch = samples_of()
-        micro, = batch.micros(world, [0, 1, 2, 3], 10_000, "update")
-        logprobs, _ = policy.logprobs(micro, families.HEAT)
-        logprobs.sum().backward()
-        gradient = {n.removeprefix("lm."): model.whole(p.grad) for n, p in
-                    policy.parameters.items()}
-        in_order = torch.zeros(int(batch.tokens.sum()), dtype=torch.float64)
-        in_order[micro.places] = logprobs.detach()
-        found[name] = in_order, gradient
-    return found
+def packed(world, folder: str) -> tuple:
+    """(M,) log-probs of the trainer, and the gradient of their sum, of one micro-batch."""
+    args, rows = fakes.args(dtype="float64"), batch_of()
+    policy = model.Policy(float64.build(model.LogprobModel, folder, world, args), world, args)
+    micro, = rows.micros(world, [0, 1, 2, 3], 10_000, "update")
+    logprobs, _ = policy.logprobs(micro, families.HEAT)
+    logprobs.sum().backward()
+    in_order = torch.zeros(int(rows.tokens.sum()), dtype=torch.float64)
+    in_order[micro.places] = logprobs.detach()
+    return in_order, {n.removeprefix("lm."): model.whole(p.grad)
+                      for n, p in policy.parameters.items()}
 
 
-def alone(folder: str, name: str) -> tuple:
-    """The same of plain transformers, one row at a time, in wide norms."""
+def alone(folder: str) -> tuple:
+    """(log-probs, gradient) of plain transformers, one row at a time, in wide norms. Every row of
+    the embeddings is trained: nothing is padded."""
     lm = AutoModelForCausalLM.from_pretrained(
-        f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager",
-        experts_implementation="eager")
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
+    for module in lm.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
     float64.widen(lm)
-    logprobs = families.single_rows(lm, samples_of())
+    logprobs = families.single_rows(lm, batch_of())
     logprobs.sum().backward()
     return logprobs.detach(), {n: p.grad for n, p in lm.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory, request):
-    folder = str(tmp_path_factory.mktemp("float64"))
-    names = [item.callspec.params["name"] for item in request.session.items
-             if item.path.stem == "test_float64" and "name" in item.callspec.params]
-    for name in names:
-        families.make(name, f"{folder}/{name}")
-    return folder, results(1, packed, folder, names, timeout=300)[0]
 
 
 # Kinds of layers; test_families.py has every family in float32.
@@ -76,54 +68,64 @@ SOME = ("Llama, tied", "Qwen3.5", "Gemma 2", "Gemma 4", "EXAONE 4", "OLMoE", "GP
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in families.CASES])
-def test_packed_rows_are_single_rows_to_the_last_digits(found, name):
-    folder, ours = found
-    (logprobs, gradient), (theirs, their_gradient) = ours[name], alone(folder, name)
+def test_packed_rows_are_single_rows(name, tmp_path):
+    """Log-probs and gradient are those of plain transformers. config.json names a token of the
+    prompts as that of the padding, which torch would leave out of the gradient."""
+    families.make(name, str(tmp_path))
+    path, token = tmp_path / "config.json", batch_of().samples[0].prompt.row.prompt_ids[7]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {
+        "pad_token_id": token, "eos_token_id": token}))
+    (logprobs, gradient), = results(1, packed, str(tmp_path))
+    theirs, their_gradient = alone(str(tmp_path))
     assert logprobs.dtype == torch.float64
     assert (logprobs - theirs).abs().max() < 1e-12
-    flat = [torch.cat([g[n].flatten() for n in sorted(their_gradient)])
-            for g in (gradient, their_gradient)]
-    assert difference(*flat) < 1e-12
+    assert difference(*(torch.cat([g[n].flatten() for n in sorted(their_gradient)])
+                        for g in (gradient, their_gradient))) < 1e-12
 
 
-# ---- a gradient is a derivative ----
-
-def slopes(world, folder: str, names: list[str]) -> dict[str, tuple[float, float]]:
-    """{family and parameter: (the trainer's derivative along a random direction, what a small step
-    in this direction shows)} of a sum of log-probs."""
-    found, draws = {}, torch.Generator().manual_seed(0)
-    for name in names:
-        args = fakes.args(dtype="float64")
-        module = float64.build(model.LogprobModel, f"{folder}/{name}", world, args)
-        policy = model.Policy(module, world, args)
-        micro, = samples_of().micros(world, [0, 1, 2, 3], 10_000, "update")
-        value = policy.logprobs(micro, families.HEAT)[0].sum()
-        value.backward()
-        for key, p in policy.parameters.items():
-            step = 1e-6 * torch.randn(p.shape, generator=draws, dtype=torch.float64)
-            values = []
-            with torch.no_grad():
-                for sign in 1, -2, 1:  # there, to the other side, back
-                    p.to_local().add_(sign * step)
-                    values.append(float(policy.logprobs(micro, families.HEAT)[0].sum()))
-            found[f"{name}: {key}"] = (float((model.whole(p.grad) * step).sum()) / 1e-6,
-                                       (values[0] - values[1]) / 2e-6)
-    return found
+def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, one segment at a time."""
+    left, right = window_size
+    assert right == 0 and ends_q.dtype == ends_k.dtype == torch.int32
+    queries, keys = ends_q.diff().tolist(), ends_k.diff().tolist()
+    assert (longest_q, longest_k) == (max(queries), max(keys))
+    out = []
+    for *parts, n, m in zip(q.split(queries), k.split(keys), v.split(keys), queries, keys,
+                            strict=True):
+        mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        mask = mask if left < 0 else mask.triu(m - n - left)
+        out.append(F.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in parts), attn_mask=mask, scale=scale,
+            enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(out)
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(99, marks=pytest.mark.slow)])
-def test_the_gradient_of_each_parameter_is_what_a_small_step_shows(tmp_path, count):
-    """Whatever config.json names as the token of the padding: torch leaves out its row of an
-    embedding, and here it is a token of the prompts, as SmolLM2's end token is."""
-    rng = random.Random(0)
-    names = rng.sample([*families.CASES], min(count, len(families.CASES)))
-    words = samples_of().samples[0].prompt.row.prompt_ids
-    for name in names:
-        families.make(name, f"{tmp_path}/{name}")
-        path = Path(f"{tmp_path}/{name}/config.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | dict.fromkeys(
-            ("pad_token_id", "eos_token_id"), rng.choice(words))))
-    found = results(1, slopes, str(tmp_path), names, timeout=600)[0]
-    assert {key.partition(":")[0] for key in found} == {*names}
-    for key, (slope, shown) in found.items():
-        assert abs(slope - shown) < 1e-5 * max(1, abs(shown)), key
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
+    """Prompts and completions of unlike lengths, some of nearly one length."""
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
+    samples = [learning.sample([n] * n, np.ones(m)) for n, lengths in (
+        (3, (1, 5, 9, 2)), (1, (4,)), (14, (12, 2, 20)), (6, (9, 8, 7))) for m in lengths]
+    layout = Micro(Batch(samples), [*range(len(samples))], CPU).inputs["packed"]
+    q, k, v = (torch.randn(layout.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    ours, theirs = (way(q, k, v, layout, 0.3, window) for way in (batch.blocks, batch.varlen))
+    assert difference(ours, theirs) < 1e-14
+
+
+def test_log_probs_are_at_least_float32():
+    """Also those of a model that computes in bfloat16."""
+    lm = probes.Spy().module.lm.bfloat16()
+    micro = Micro(families.batch_of([[3, 4]] * 2, [[5, 6], [7]]), [0, 1], CPU)
+    logprobs, _ = model.LogprobModel(lm, grpo.Args())(
+        micro.inputs, micro.source, micro.targets, 1.0, False)
+    assert logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_not_applied(value):
+    """Neither the weights nor AdamW's moments see it."""
+    layer = torch.nn.Linear(2, 1, bias=False)
+    trained, before = model.Trained(layer, fakes.World(), fakes.args()), layer.weight.clone()
+    layer.weight.grad = torch.tensor([[value, 1.0]])
+    assert not trained.step(0.1) < float("inf") and layer.weight.grad is None
+    assert torch.equal(layer.weight, before) and not trained.optimizer.state

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,20 +17,16 @@ from safetensors.torch import load_file
 
 import ranks
 from examples import tiny
+from families import ROOT
 from forked import PYTHON
 from learning import difference
+from log import read
 
-ROOT = Path(__file__).parent.parent
-SAME = ("reward/mean", "loss/policy", "policy/entropy", "grad/norm", "eval/pass@1")
+SAME = "reward/mean loss/policy policy/entropy grad/norm eval/pass@1".split()
 SEVEN = (352487, 510432, 294736, 375098, 519634, 541867, 826491)  # no multiple of most layouts
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-class Ran(NamedTuple):
-    """What a run wrote: its samples, one text a step and evaluation; metrics; exported weights."""
-    samples: list[str]
-    rows: list[dict]
-    weights: torch.Tensor
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SIZES = ("--batch 5 --group 4 --max_tokens 12 --max_prompt_tokens 64 --update_tokens 300 "
+         "--minibatches 2 --lr 1e-3 --samples_every 1 --seed 7 --model")
 
 
 def launch(folder: Path, *flags: str, ranks_each=1, machines=1,
@@ -40,22 +35,16 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1,
 
     `{machine}` in a flag is the machine's number.
     """
-    flags = ["--batch", "5", "--group", "4", "--max_tokens", "12", "--max_prompt_tokens", "64",
-             "--update_tokens", "300", "--minibatches", "2", "--lr", "1e-3", "--samples_every", "1",
-             "--model", tiny.ensure(str(ROOT / "runs")), *flags]
-    (folder / "data").mkdir()
-    (folder / "data/seven.jsonl").write_text("".join(json.dumps(
-        {"question": f"Sort {n}", "answer": "".join(sorted(str(n)))}) + "\n" for n in SEVEN))
     port, launched = ranks.free_port(), []
     for machine in range(machines):
         (folder / str(machine)).mkdir()
-        command = [
-            PYTHON, "-m", "torch.distributed.run", f"--nnodes={machines}",
-            f"--node_rank={machine}", f"--nproc_per_node={ranks_each}", "--master_addr=127.0.0.1",
-            f"--master_port={port}", ROOT / script, *(f.format(machine=machine) for f in flags)]
+        command = (f"{PYTHON} -m torch.distributed.run --nnodes={machines} --node_rank={machine} "
+                   f"--nproc_per_node={ranks_each} --master_addr=127.0.0.1 --master_port={port} "
+                   f"{ROOT}/{script} {SIZES} {tiny.ensure(f'{ROOT}/runs')}").split()
         with open(folder / f"{machine}.log", "w") as log:
-            launched.append(subprocess.Popen(command, cwd=folder / str(machine), stdout=log,
-                                             stderr=log, env=ENV))
+            launched.append(subprocess.Popen(
+                [*command, *(flag.format(machine=machine) for flag in flags)], stdout=log,
+                stderr=log, cwd=folder / str(machine), env=ENV))
     try:
         return [(process.wait(600), (folder / f"{machine}.log").read_text())
                 for machine, process in enumerate(launched)]
@@ -64,23 +53,18 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1,
             process.terminate()  # torchrun ends its ranks
 
 
-def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
-    """A whole run, and what must be so on any layout."""
-    ended = launch(folder, "--steps", str(steps), "--eval_data", str(folder / "data/seven.jsonl"),
-                   *flags, ranks_each=ranks_each, machines=machines)
+def run(folder: Path, *flags: str, **layout) -> tuple[list[str], list[dict], torch.Tensor]:
+    """A whole run of two steps → its samples, one text a step and evaluation; metrics; weights."""
+    (folder / "seven.jsonl").write_text("".join(json.dumps(
+        {"question": f"Sort {n}", "answer": "".join(sorted(str(n)))}) + "\n" for n in SEVEN))
+    ended = launch(folder, "--steps", "2", "--eval_data", f"{folder}/seven.jsonl", *flags, **layout)
     assert not any(status for status, _ in ended), "\n".join(text[-3000:] for _, text in ended)
-    written = [path.parent for path in folder.rglob("metrics.jsonl")]
-    assert len(written) == 1 and written[0].parent == folder / "0/runs", "only rank 0 writes"
-    rows = [json.loads(line) for line in open(written[0] / "metrics.jsonl")]
-    files = sorted((written[0] / "samples").iterdir())
-    assert len(rows) == len(files) == steps + 2  # an evaluation before, one after
-    assert rows[0]["eval/rows"] == rows[-1]["eval/rows"] == 7
-    for row in rows[1:-1]:  # each completion counts once
-        assert row["batch/trained"] + row["batch/dropped"] == row["rollout/completions"] == 20
-        assert row["rollout/logprob_gap_max"] < 1e-4, "the engine is not the policy"
-    weights = load_file(written[0] / "model/model.safetensors")
-    weights = torch.cat([weights[name].double().flatten() for name in sorted(weights)])
-    return Ran([drawn(file) for file in files], rows, weights)
+    written, = {path.parent for path in folder.rglob("metrics.jsonl")}
+    assert written.parent == folder / "0/runs", "only rank 0 writes"
+    weights = load_file(written / "model/model.safetensors")
+    return ([drawn(file) for file in sorted((written / "samples").iterdir())],
+            read(written / "metrics.jsonl"),
+            torch.cat([weights[name].double().flatten() for name in sorted(weights)]))
 
 
 def drawn(file: Path) -> str:
@@ -91,60 +75,44 @@ def drawn(file: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Ran:
-    """A run on one rank."""
-    ran = run(tmp_path_factory.mktemp("one"))
-    assert len(set(ran.samples)) == 4 and all(row["grad/norm"] > 0 for row in ran.rows[1:-1])
-    return ran
+def one(tmp_path_factory):
+    """A run on one rank: each completion counts once, its end token is trained on, and the engine
+    is the policy."""
+    samples, rows, weights = run(tmp_path_factory.mktemp("one"))
+    assert len(set(samples)) == len(rows) == 4  # an evaluation before, one after
+    assert rows[0]["eval/rows"] == rows[-1]["eval/rows"] == 7
+    for row in rows[1:-1]:
+        assert row["batch/trained"] + row["batch/dropped"] == row["rollout/completions"] == 20
+        assert row["rollout/logprob_gap_max"] < 1e-4 and row["grad/norm"] > 0
+    trained = [row for row in map(json.loads, "".join(samples).splitlines()) if "sampled" in row]
+    ends = {row["token_texts"][-1] for row in trained if not row["truncated"]}
+    assert len(trained) == 40 and ends <= {tiny.END, tiny.END_OF_TEXT} and ends
+    return samples, rows, weights
 
 
-def same(ran: Ran, one: Ran) -> None:
-    assert ran.samples == one.samples
-    for ours, theirs in zip(ran.rows, one.rows, strict=True):
-        numbers, expected = ({name: row[name] for name in SAME if name in row}
-                             for row in (ours, theirs))  # the loss is a sum of terms near 0.1
-        assert expected and numbers == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert difference(ran.weights, one.weights) < 1e-5
-
-
-@pytest.mark.slow
-def test_two_machines_with_a_copy_of_the_weights_each(tmp_path, one):
-    same(run(tmp_path, "--shard_size", "1", machines=2), one)
-
-
-def test_an_engine_of_two_ranks(tmp_path, one):
-    """vLLM for CPU names an engine's shared memory after its ranks and leaves it behind: every
-    second run with --tp ended with "errno: 17"."""
+@pytest.mark.parametrize("flags, layout", [("--tp 2", (2, 1)), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("--shard_size 1", (1, 2)), ("--shard_size 2", (2, 2)), ("--tp 2", (2, 2)),
+        ("--tp 4", (4, 1)), ("", (3, 1))))])
+def test_other_layouts_draw_what_one_rank_draws(tmp_path, one, flags, layout):
+    """The same tokens, metrics and weights. vLLM for CPU names an engine's shared memory after its
+    ranks and leaves it behind: every second run with --tp ended with "errno: 17"."""
     before = os.listdir("/dev/shm")
-    same(run(tmp_path, "--tp", "2", ranks_each=2), one)
+    samples, rows, weights = run(tmp_path, *flags.split(), ranks_each=layout[0], machines=layout[1])
     assert not [name for name in set(os.listdir("/dev/shm")) - set(before) if "cpushm" in name]
+    assert samples == one[0] and difference(weights, one[2]) < 1e-5
+    for ours, theirs in zip(rows, one[1], strict=True):
+        expected = {name: theirs[name] for name in SAME if name in theirs}
+        found = {name: ours[name] for name in expected}
+        assert found and found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, machines, flags", [
-    (1, 2, ()), (2, 2, ("--shard_size", "2")), (2, 2, ("--tp", "2")), (4, 1, ("--tp", "2")),
-    (4, 1, ("--tp", "4"))])
-def test_other_layouts_draw_what_one_rank_draws(tmp_path, one, ranks_each, machines, flags):
-    same(run(tmp_path, *flags, ranks_each=ranks_each, machines=machines), one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed, steps", [(0, 5)] + [(seed, 2) for seed in range(1, 10)])
-def test_any_ranks_draw_what_one_draws(tmp_path, seed, steps):
-    ran = {}
-    for size in (1, 2, 3):
-        (tmp_path / str(size)).mkdir()
-        ran[size] = run(tmp_path / str(size), "--seed", str(seed), ranks_each=size, steps=steps)
-    same(ran[2], ran[1])
-    same(ran[3], ran[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, flags, error", [
-    (1, ("--lr", "1e-{machine}"), "--lr is 1.0 on rank 0 and 0.1 on rank 1"),
-    (1, ("--save_every", "1"), "--save_every 1 needs a folder that all machines share")])
-def test_machines_that_cannot_work_together_are_refused(tmp_path, ranks_each, flags, error):
+@pytest.mark.parametrize("flags, error", [
+    ("--lr 1e-{machine}", "--lr is 1.0 on rank 0 and 0.1 on rank 1"),
+    ("--save_every 1", "--save_every 1 needs a folder that all machines share")])
+def test_machines_that_cannot_work_together_are_refused(tmp_path, flags, error):
     """Before anything loads."""
-    ended = launch(tmp_path, *flags, ranks_each=ranks_each, machines=2)
+    ended = launch(tmp_path, *flags.split(), machines=2)
     assert all(status for status, _ in ended)
     assert ended[0][1].startswith(f"error: {error}") and not list(tmp_path.rglob("metrics.jsonl"))
