@@ -133,7 +133,7 @@ advantage_eps 1e-6 0.3
 overlong_filter False True
 reward ('exact','short:0.5')
 loss clip gspo cispo reinforce variants/sapo.py:sapo variants/gmpo.py:gmpo variants/dppo.py:dppo \
-variants/ipo.py:ipo variants/opsm.py:opsm tests/often.py:clip_cov tests/often.py:geometric
+variants/ipo.py:ipo variants/opsm.py:opsm tests/often.py:clip_cov
 advantage dr_grpo grpo rloo reinforce++ reinforce++-baseline variants/lite_ppo.py:lite_ppo \
 variants/maxrl.py:maxrl variants/gdpo.py:gdpo"""),
     "ppo": REWARDED | choices("""

@@ -53,18 +53,12 @@ def loss(name: str, logp, old, A, row, **bounds):
 
 def advantages(name: str, rewards, group, eps=1e-6):
     """Of each completion (N,), by a built-in name or one of variants/; nan is not scored."""
-    scored = ~rewards.isnan()
+    scored, row = ~rewards.isnan(), torch.arange(len(rewards))  # a token of each
     if name in flags.NAMES["advantage"]:
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
-    return of_file(variant(name), rewards, group, scored, eps, batch_of(rewards))
-
-
-def of_file(file: str, rewards, group, scored, eps, batch, reward: str = "only"):
-    """The advantages of a file's function. reward: the name of the one reward."""
-    row = torch.arange(len(rewards))  # a token of each
-    return flags.own("advantage", file).function(
-        rewards, group, scored=scored, eps=eps, trained=scored, row=row, batch=batch,
-        parts={reward: (1.0, rewards)})
+    return flags.own("advantage", variant(name)).function(
+        rewards, group, scored=scored, eps=eps, trained=scored, row=row, batch=batch_of(rewards),
+        parts={"exact": (1.0, rewards)})
 
 
 def batch_of(rewards) -> Batch:
@@ -203,30 +197,20 @@ def decided(rewards) -> dict[str, float]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rewards_that_differ_by_rounding_alone_are_equal_to_all_that_ask(seed):
-    """And to no one are they equal when one of them differs by 1e-4."""
-    rewards = nearly_equal(seed)
-    assert not any(decided(rewards).values())
-    make_one_differ(rewards)
+    """Parts are added up in other orders; some sums are below 0, some are 0, one is not scored. To
+    no one are they equal when one of them differs by 1e-4."""
+    rng = np.random.default_rng(seed)
+    parts = rng.normal(size=6) * rng.choice([1, 1000])
+    parts = np.append(parts, -parts) if seed % 3 == 0 else parts
+    rewards = tensor(*[sum(rng.permutation(parts).tolist()) for _ in range(30)])
+    rewards[rng.integers(1, 30)] = nan
+    assert len(set(rewards.tolist())) > 2 and not any(decided(rewards).values())
+    rewards[0] += 1e-4
     assert all(decided(rewards).values())
     exact = tensor(1.0, 0, 1, 0, 0, 0)
     right, noise = advantages("pass_at_k", exact, 6), tensor(*[0.1 + 0.2 - 0.3] * 6)
     assert right.any() and close(advantages("pass_at_k", exact - noise, 6), right)
     assert evaluate.passes(Score(1.0, {"only": 0.7 + 0.2 + 0.1}, None), 1.0)
-
-
-def nearly_equal(seed: int):
-    """Parts are added up in other orders; some sums are below 0, some are 0, one is not scored."""
-    rng = np.random.default_rng(seed)
-    parts = rng.normal(size=6) * rng.choice([1, 1000])
-    parts = np.append(parts, -parts) if seed % 3 == 0 else parts
-    rewards = tensor(*[sum(rng.permutation(parts).tolist()) for _ in range(30)])
-    rewards[rng.integers(30)] = nan
-    assert len(set(rewards.tolist())) > 2
-    return rewards
-
-
-def make_one_differ(rewards) -> None:
-    rewards[rewards.isnan().logical_not().nonzero()[0]] += 1e-4
 
 
 def test_a_completion_without_a_token_changes_nothing():

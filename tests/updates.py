@@ -161,11 +161,6 @@ def on_ranks(folder: str, settings: dict[int, Setting], size: int) -> dict[int, 
     return {number: [outcomes[number] for outcomes in found] for number in settings}
 
 
-def outcomes(folder: str, settings: dict[int, Setting]) -> dict[int, dict]:
-    """What the shipped code makes of each on one rank."""
-    return {number: one for number, (one,) in on_ranks(folder, settings, 1).items()}
-
-
 # ---- the reference ----
 
 
@@ -208,13 +203,6 @@ def gaps(ours: dict, theirs: dict) -> dict[str, float]:
     return found
 
 
-def differences(ours: dict, theirs: dict, limit: float = LIMIT, of_metrics: float = 1.0
-                ) -> list[str]:
-    """A sentence for each gap above the limit; that of metrics is so many times the limit."""
-    return [f"{what} (off by {size:.1e})" for what, size in gaps(ours, theirs).items()
-            if not size <= limit * (of_metrics if what.startswith("metric") else 1)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     """Random models of two layers."""
@@ -236,9 +224,11 @@ def right(folder):
 
 def check(setting: Setting, outcomes: list[dict], theirs: dict, limit: float = LIMIT,
           of_metrics: float = 1.0) -> None:
-    """Asserts that what each rank makes of a setting has no difference from another outcome."""
+    """Asserts that what each rank makes of a setting has no gap above the limit to another outcome;
+    that of metrics is so many times the limit."""
     for ours in outcomes:
-        wrong = differences(ours, theirs, limit, of_metrics)
+        wrong = [f"{what} (off by {size:.1e})" for what, size in gaps(ours, theirs).items()
+                 if not size <= limit * (of_metrics if what.startswith("metric") else 1)]
         assert not wrong, "\n".join([setting.words, *wrong])
 
 
