@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from batch import Batch, Completion, Sample
-from data import Prompt, Row
-from rewards import Score
+from batch import Batch, Sample
+from data import Row
+from learning import sample
 
 torch.set_printoptions(precision=4, sci_mode=False, linewidth=96)
 
@@ -38,9 +38,8 @@ class Small(torch.nn.Module):
 def samples_of(prompt_ids: list[int], position: int, completions: list) -> list[Sample]:
     """A group: (ids, the engine's log-probs, reward) of each completion."""
     row = Row(position, "", prompt_ids, None, {}, "by hand")
-    return [Sample(Prompt(position, row), Completion(
-                np.array(ids, np.int32), np.array(logprobs, np.float32), ids[-1] != 0), "",
-                Score(reward, {"by hand": reward}, None)) for ids, logprobs, reward in completions]
+    return [sample(row, np.array(ids), reward, np.array(logprobs), ids[-1] != 0)
+            for ids, logprobs, reward in completions]
 
 
 def show(name: str, x: torch.Tensor) -> None:

@@ -339,5 +339,4 @@ def test_an_advantage_of_a_file_says_whether_it_compares(least, trained, tmp_pat
     args = changed(grpo.Args(), lr=1e-6, group=1, advantage=f"{tmp_path}/mine.py:fixed")
     assert bool(plan.problems(args, 1)) == bool(least)
     _, metrics = grpo.tokens_in_loss(args, batch_of(tensor(1, 2, 3)))
-    assert (metrics["batch/trained"], metrics["batch/dropped_no_baseline"]) == (
-        trained, 3 - trained)
+    assert metrics["batch/trained"] == trained == 3 - metrics["batch/dropped_no_baseline"]
