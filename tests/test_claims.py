@@ -56,6 +56,8 @@ class Flags:
             hints, allowed = get_type_hints(type(group), include_extras=True), ranges(group)
             for name in (field.name for field in fields(group)):
                 self.kinds[name] = kinds(hints[name])
+                if name in values_of(args.parts):  # their rules are tried beside them
+                    continue
                 if found := WORDS.get(name) or drawable(hints[name], allowed[name]):
                     self.can[name] = found
 

@@ -36,7 +36,7 @@ from shapes import config_of, shape_of
 
 def planned(script, ranks: int, gpu_gb: float, **flags) -> Memory:
     """The memory of a run with Qwen2.5-7B."""
-    args = fakes.args(script, **dict(batch=8, max_tokens=4096) | flags)
+    args = fakes.args(script, **dict(batch=8, group=8, max_tokens=4096) | flags)
     assert not plan.problems(args, ranks, 7473)
     shape = shape_of("Qwen2.5-7B")
     return extended("memory", Memory, args, shape)(
@@ -60,11 +60,11 @@ def micro_of(tokens: int) -> Micro:
 
 
 def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, checkpointing=False,
-             critic=False, head_chunk: int = 0) -> tuple[float, float]:
+             critic=False) -> tuple[float, float]:
     """(bytes at the peak by the tracker, by the plan) of a second micro-batch in bfloat16: of
     parameters, gradients, activations and what FSDP gathers. layers: 0 are all."""
     micro, blocks = micro_of(tokens), micro_of(tokens).inputs["packed"].blocks
-    args = fakes.args("ppo" if critic else "grpo", dtype="bfloat16", head_chunk=head_chunk,
+    args = fakes.args("ppo" if critic else "grpo", dtype="bfloat16",
                       checkpointing=checkpointing)
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -108,7 +108,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
 
 @pytest.mark.parametrize("name, ranks, case", [
     ("Qwen2.5-0.5B", 4, dict(grad=True, layers=3, checkpointing=True)),
-    ("Qwen3-0.6B", 4, dict(grad=False, layers=3, head_chunk=256)),
+    ("Qwen3-0.6B", 4, dict(grad=False, layers=3)),
     ("Llama-3.2-1B", 4, dict(grad=True, layers=3)),
     ("Qwen2.5-0.5B", 2, dict(grad=True, layers=3, critic=True)),
     # On one rank the root's gradient is whole.

@@ -94,9 +94,9 @@ TINY = dict(max_prompt_tokens=30, max_tokens=30)
      "ranks.*nonsense", dict(batch=0, tp=2, reward=("nonsense",), data="nowhere.jsonl")),
     # The first broken file ends it.
     ("^(?!.*(neither|problem)).*nowhere.jsonl",
-     dict(tp=3, data="nowhere.jsonl", eval_data="neither.jsonl")),
+     dict(tp=3, data="nowhere.jsonl", eval_data="neither.jsonl", model="small")),
     # What the model and the rows need comes at the end.
-    ("(?s)2 problems.*--tp must divide the 4 att.*the smallest batch has 1 prompts",
+    ("(?s)2 problems.*the smallest batch has 1 prompts.*--tp must divide the 4 att",
      dict(tp=3, minibatches=9, data="one.jsonl", model="small", **TINY)),
     (r"tokens 30 \+ --max_tokens 35 must be at most the 64 positions of small. Would work: "
      r"--max_tokens 34\.", dict(model="small", **TINY | dict(max_tokens=35))),
