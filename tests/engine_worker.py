@@ -1,59 +1,58 @@
-"""Run by torchrun from test_engine.py: `engine_worker.py FOLDER OUT` compares engine and trainer.
+"""Run by torchrun from test_engine.py (`engine_worker.py FOLDER OUT TP`): engine against trainer.
 
 Several things are measured with one engine, because its start takes the time. Rank 0 writes OUT.
 """
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch._dynamo
 
-import data
 import dist
 import families
 import model
-import rewards
-from batch import Batch, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from rollout import Request, hash_seed
 from same_policy import compare_policies
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, tp: str) -> None:
     world = dist.join(120)
-    policy, vocab = families.trainer_of(folder, world), model.config_of(folder).vocab_size
-    engine = families.engine_of(folder, world, policy)
+    policy = families.trainer_of(folder, world)
+    engine = families.engine_of(folder, world, policy, int(tp))
     # 200 tokens are more than a cache block (128 on CPU), and the prompts are the same every time:
     # a stale prefix would be used.
-    prompts = [[(7 * i + j) % (vocab - 3) + 3 for j in range(200)] for i in range(7)]
-    requests = [Request(p, hash_seed(0, i)) for i, p in enumerate(prompts)]
-    owners = [data.Prompt(i, data.Row(i, "", p, None, {}, "")) for i, p in enumerate(prompts)]
-    found = {"gap": {}, "same": {}, "rounding": {}}
+    draws = torch.Generator().manual_seed(7)
+    prompts = [families.prompt(i, ids) for i, ids in enumerate(
+        torch.randint(3, 320, (48, 200), generator=draws).tolist())]
+    requests = [Request(p.row.prompt_ids, hash_seed(0, p.position)) for p in prompts]
+    few = requests[:7]
+    found = {"gap": {}, "rounding": {}, "guard": {}}
 
-    def samples(temperature: float) -> list[Sample]:
-        """What the engine samples now."""
-        done = engine.complete(requests, temperature)
-        score = rewards.Score(0.0, {}, None)
-        return [Sample(p, c, "", score) for p, c in zip(owners, done, strict=True)]
+    def measure(when: str) -> None:
+        """The largest |engine - trainer| of what the engine samples now; then the policy moves."""
+        batch = families.scored(prompts[:7], engine.complete(few, families.HEAT))
+        gap = families.trainer_logprobs(world, policy, batch) - families.engine_logprobs(batch)
+        found["gap"][when] = float(gap.abs().max())
+        if when.startswith("sync"):
+            export_model(policy, folder, f"{out}.{when}")
+            world.barrier()
+            found["rounding"][when] = families.rounding(f"{out}.{when}", batch)
+        families.update(world, policy, batch)
 
-    def sampled(temperature: float) -> Batch:
-        return Batch(samples(temperature))
-
-    run = families.run_of(world, policy, SimpleNamespace(
-        generating=lambda policy: nullcontext(), generate=engine.generate), owners)
-
-    def guard() -> str:
+    def guard(fault: str) -> None:
         """What compare_policies says of engine and trainer as they are now: nothing is loaded."""
         try:
-            compare_policies(run)
+            compare_policies(families.run_of(world, policy, mock.Mock(
+                generating=mock.MagicMock(), generate=engine.generate), prompts[:7]))
+            found["guard"][fault] = "they agree"
         except SettingsError as error:
-            return str(error)
-        return "they agree"
+            found["guard"][fault] = str(error)
 
     def one_wrong(weights, wrong: str):
         """The weights, with one tensor that is another's, on the last rank only."""
@@ -61,85 +60,50 @@ def main(folder: str, out: str) -> None:
             bad = name.endswith(wrong) and world.rank == world.size - 1
             yield name, tensor.flip(0) if bad else tensor
 
-    def gap(temperature: float) -> float:
-        """The largest |engine - trainer| log-prob of what the engine samples now."""
-        batch = sampled(temperature)
-        trainer = batch.score(world, 256, "score",
-                              lambda micro: policy.logprobs(micro, temperature)[0])
-        return float((trainer - families.engine_logprobs(batch)).abs().max())
-
-    def learn() -> None:
-        """One step that moves the weights: towards the tokens that one greedy pass likes least."""
-        batch = sampled(1.0)
-        for micro in batch.micros(world, list(range(len(prompts))), 256, "update"):
-            logprobs, _ = policy.logprobs(micro, 1.0)
-            policy.backward(logprobs.sum() / len(prompts))
-        assert policy.step(3e-3) > 0
-
-    for sync in range(3):
-        engine.load(policy)
-        export_model(policy, folder, f"{out}.{sync}")
-        world.barrier()
-        found["gap"][f"sync {sync}"] = [gap(1.0), gap(0.7)]
-        found["rounding"][f"sync {sync}"] = [
-            families.rounding(f"{out}.{sync}", sampled(heat), heat) for heat in (1.0, 0.7)]
-        alone, among = engine.generate(requests[:1], 1.0)[0], engine.generate(requests, 1.0)[0]
-        found["same"][f"sync {sync}"] = alone.ids.tolist() == among.ids.tolist()
-        learn()
+    def ids(some, temperature: float = 1.0) -> list[list[int]]:
+        return [c.ids.tolist() for c in engine.generate(some, temperature)]
 
     def tensors() -> dict[str, torch.Tensor]:
         """The engine's own, in vLLM's form."""
+        engine.load(policy)
         return engine.llm.apply_model(
             lambda lm: {name: p.clone() for name, p in lm.named_parameters()})[0]
 
-    engine.load(policy)
+    for sync in range(3):
+        engine.load(policy)
+        measure(f"sync {sync}")
+    measure("none")
+    guard("none")
     copied, places = tensors(), engine.places
-    engine.places = {}  # by vLLM's loader
-    engine.load(policy)
-    loaded = tensors()
-    found["copied"] = len(places) == len([*policy.weights()]) and all(
-        torch.equal(copied[name], loaded[name]) for name in loaded)
-    engine.places = places
-    learn()
-    found["gap"]["no sync"] = [gap(1.0)]
-    found["guard"] = {"no sync": guard()}
+    with mock.patch.object(engine, "places", {}):  # by vLLM's loader
+        found["copied"] = len(places) and all(map(torch.equal, copied.values(), tensors().values()))
+    found["places"] = len(places), len([*policy.weights()])
+    found["same"] = ids(few[:1]) == ids(few)[:1]
     for wrong in ("layers.1.self_attn.v_proj.bias", "layers.0.mlp.up_proj.weight"):
         engine.load(SimpleNamespace(
             weights=lambda dtype, wrong=wrong: one_wrong(policy.weights(dtype), wrong)))
-        found["guard"][wrong] = guard()
-    reset, engine.llm.reset_prefix_cache = engine.llm.reset_prefix_cache, lambda: True
-    engine.load(policy)
-    found["gap"]["no cache reset"] = [gap(1.0)]
-    engine.llm.reset_prefix_cache = lambda: False
-    try:
+        guard(wrong)
+    with mock.patch.object(engine.llm, "reset_prefix_cache", return_value=True):
         engine.load(policy)
-    except RuntimeError as error:
-        found["refused"] = str(error)
-    engine.llm.reset_prefix_cache = reset
+        measure("no cache reset")
+    with mock.patch.object(engine.llm, "reset_prefix_cache", return_value=False):
+        try:
+            engine.load(policy)
+        except RuntimeError as error:
+            found["refused"] = str(error)
     engine.load(policy)
-    export_model(policy, folder, out + ".model")
-    world.barrier()
-    found["gap"]["sync again"] = [gap(1.0)]
-    found["rounding"]["sync again"] = [families.rounding(out + ".model", sampled(1.0), 1.0)]
-    found["guard"]["well"] = guard()
-    shipped = model.token_logprobs
-    model.token_logprobs = lambda hidden, *rest: shipped(hidden * 2, *rest)
-    found["guard"]["head x 2"] = guard()
-    model.token_logprobs = shipped
-    greedy = engine.complete(requests, 0.0)
-    found["greedy"] = [c.ids.tolist() for c in greedy]
-    crowd = [Request([(11 * i + j) % (vocab - 3) + 3 for j in range(200)],
-                     hash_seed(1, i)) for i in range(48)]                         # 9,600 tokens
+    guard("well")
+    logprobs = model.token_logprobs
+    with mock.patch.object(model, "token_logprobs",
+                           lambda hidden, *rest: logprobs(hidden * 2, *rest)):
+        guard("head x 2")
+    found["prompts"], found["greedy"] = [r.prompt_ids for r in few], ids(few, 0.0)
+    measure("sync again")
     engine.max_tokens = 3
-
-    def ids_of(some):
-        return [c.ids.tolist() for c in engine.generate(some, 1.0)]
-
-    found["crowd"] = ids_of(crowd) == [ids for i in range(0, 48, 16)
-                                       for ids in ids_of(crowd[i:i + 16])]
+    found["crowd"] = ids(requests) == sum((ids(requests[i:i + 16]) for i in (0, 16, 32)), [])
     found["compiled"] = dict(torch._dynamo.utils.counters["frames"])
     if world.rank == 0:
-        Path(out).write_text(json.dumps(found | {"prompts": prompts}))
+        Path(out).write_text(json.dumps(found))
     engine.close()
 
 

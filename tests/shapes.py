@@ -32,9 +32,9 @@ def config_of(name: str, layers: int = 0):
                                 **dict(tie_word_embeddings=True) | sizes | more)
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str, layers: int = 0) -> Shape:
     with torch.device("meta"):
-        return shape_from(AutoModelForCausalLM.from_config(config_of(name)))
+        return shape_from(AutoModelForCausalLM.from_config(config_of(name, layers)))
 
 
 def in_cache(folder: Path, *names: str) -> dict[str, str]:

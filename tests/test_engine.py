@@ -1,62 +1,51 @@
-"""The engine is the policy: real engines on two ranks, after every weight sync, tied and untied."""
+"""The engine is the policy: real engines on two ranks, after every sync of weights."""
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import families
+from family_cases import make
 from ranks import script
-
-ROOT = Path(__file__).parent.parent
-
-
-def make(folder: Path, tied: bool) -> None:
-    """A random Qwen2 with tiny.py's tokenizer. Its logits are spread: a wrong weight shows."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from examples import tiny
-    torch.manual_seed(0)
-    lm = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
-        tie_word_embeddings=tied, initializer_range=0.1, bos_token_id=None, eos_token_id=2,
-        dtype="float32"))
-    lm.save_pretrained(folder)
-    tiny.make_tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture(scope="module", params=[
-    "tied", pytest.param("untied", marks=pytest.mark.slow)])
+    ("1", True), pytest.param(("2", False), marks=pytest.mark.slow)], ids=str)
 def found(request, tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp(request.param)
-    with torch.random.fork_rng():
-        make(folder / "model", request.param == "tied")
-    done = script("tests/engine_worker.py", folder / "model", folder / "out", ranks=2)
+    """What engine_worker.py measures, of ranks for an engine and a head that is tied or not."""
+    tp, tied = request.param
+    folder = tmp_path_factory.mktemp("engine")
+    make("Qwen2", str(folder / "model"), dict(tie_word_embeddings=tied))
+    done = script("tests/engine_worker.py", folder / "model", folder / "out", tp, ranks=2)
     assert done.stdout == done.stderr == "", "it ends with noise"
-    return json.loads((folder / "out").read_text()) | {"folder": folder}
+    return json.loads((folder / "out").read_text()) | {"folder": folder, "tp": tp}
 
 
-def test_logprobs_equal_after_every_sync_at_two_temperatures(found):
-    for when, rounds in found["rounding"].items():
-        for gap, rounding in zip(found["gap"][when], rounds, strict=True):
-            assert gap < families.ROUNDINGS * rounding, (when, gap, rounding)
-
-
-def test_a_sync_by_copies_brings_the_bits_of_vllms_loader(found):
-    assert found["copied"]
-
-
-def test_without_the_sync_or_the_cache_reset_they_do_not(found):
-    assert found["gap"]["no sync"][0] > 1e-2
-    assert found["gap"]["no cache reset"][0] > 1e-2     # prompts are longer than a cache block
+def test_logprobs_are_equal_after_every_sync_and_only_then(found):
+    """At a temperature that is not 1, to the rounding of float32. Without the sync, or without the
+    reset of the prefix cache, they are not; and a reset that fails ends the run."""
+    gap = found["gap"]
+    assert len(found["rounding"]) == 4
+    for when, rounding in found["rounding"].items():
+        assert gap[when] < families.ROUNDINGS * rounding, when
+    assert gap["none"] > 1e-2
+    assert gap["no cache reset"] > 1e-2  # prompts are longer than a cache block
     assert "prefix cache" in found["refused"]
 
 
+def test_a_sync_by_copies_brings_the_bits_of_vllms_loader(found):
+    """Every weight has its place, unless vLLM cut it over ranks."""
+    places, weights = found["places"]
+    assert places == (weights if found["tp"] == "1" else 0)
+    assert found["copied"] == (places > 0)
+
+
 def test_the_guard_names_a_wrong_engine_and_a_wrong_trainer(found):
-    """One rank's wrong tensor is seen on all. Granite divides its logits: nobody noticed."""
-    said = found["guard"]
+    """compare_policies: one rank's wrong tensor is seen on all, and so is a head of another
+    scale. Granite divides its logits: nobody noticed."""
+    said = dict(found["guard"])
     assert said.pop("well") == "they agree"
     head = said.pop("head x 2")
     assert "trainer and transformers differ" in head and "LogprobModel in model.py" in head
@@ -65,20 +54,15 @@ def test_the_guard_names_a_wrong_engine_and_a_wrong_trainer(found):
                         r"token, more than --max_gap 0.001; .* did not take all", sentence), fault
 
 
-def test_a_seeded_request_samples_the_same_alone_and_among_others_without_a_compiler(found):
-    assert all(found["same"].values()) and not found["compiled"]
-
-
-def test_more_prompt_tokens_than_the_engine_takes_at_once(found):
-    """48 prompts of 200 tokens in one call once ended the run: vLLM computed one in two parts, and
-    rewinds its request's generator for that. A CPU generator cannot be rewound."""
-    assert found["crowd"]
+def test_what_a_seed_samples_depends_on_nothing_else(found):
+    """Alone and among others, without a compiler; and in a call of 9,600 prompt tokens, which vLLM
+    once computed in parts and ended the run: a CPU generator cannot be rewound."""
+    assert found["same"] and found["crowd"] and not found["compiled"]
 
 
 def test_the_export_gives_the_same_greedy_tokens_in_transformers(found):
     """It loads the folder as a user would. The training engine's tokens are the reference."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    folder = str(found["folder"] / "out.model")
+    folder = str(found["folder"] / "out.sync again")
     assert AutoTokenizer.from_pretrained(folder).chat_template
     lm = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -89,5 +73,5 @@ def test_the_export_gives_the_same_greedy_tokens_in_transformers(found):
 
 @pytest.mark.slow
 def test_a_plain_vllm_serves_the_export(found):
-    served = families.plain_vllm(str(found["folder"] / "out.model"), found["prompts"])
+    served = families.plain_vllm(str(found["folder"] / "out.sync again"), found["prompts"])
     assert [ids for ids, _ in served] == found["greedy"]

@@ -1,38 +1,46 @@
-"""What a GPU would meet, as far as it can be seen without one: torch.cuda and vLLM are stubs."""
-from functools import partial
+"""What a GPU would meet, as far as it can be seen without one: its tensors are without numbers
+(fakegpu.py), torch.cuda and vLLM are stubs. FSDP's streams and the kernels do not run."""
+import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import dist
 import fakes
 import grpo
 import inputs
-import model as head
+import model
+import ppo
 import rollout
 from errors import SettingsError
-from plan import GIB
-from settings import changed
+from fakegpu import FakeGpu, on_gpu
+from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
+from tracked import ROOT
 
-# ---- mistakes
+GPU = torch.device("cuda", 0)
 
 
 def gpus(monkeypatch, count: int):
     """This machine has so many GPUs, and torch sees them."""
-    for function, value in dict(is_available=count > 0, device_count=count,
-                                get_device_name="NVIDIA H100").items():
+    for function, value in dict(is_available=count > 0, device_count=count).items():
         monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
 
 
-def test_more_ranks_than_gpus_and_a_driver_that_is_too_old(monkeypatch):
-    """It was "AssertionError: Invalid device id", from inside torch; with the old driver, of which
-    torch sees no GPU, the run took the CPU in silence."""
+def test_more_ranks_than_gpus_and_a_driver_that_is_too_old_are_refused(monkeypatch):
+    """With the other mistakes of the flags. It was "AssertionError: Invalid device id", from inside
+    torch; with the old driver, of which torch sees no GPU, the run took the CPU in silence."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     gpus(monkeypatch, 2)
     assert dist.gpu_mistakes(2) == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    said, = dist.gpu_mistakes(4)
-    assert "sees 2 (CUDA_VISIBLE_DEVICES is 0,1). Would work: torchrun --nproc_per_node 2." in said
+    with pytest.raises(SettingsError, match="--batch must be at least 1") as caught:
+        inputs.read_inputs(fakes.args(batch=0), 4, 4)
+    assert ("sees 2 (CUDA_VISIBLE_DEVICES is 0,1). Would work: torchrun --nproc_per_node 2."
+            in str(caught.value))
     gpus(monkeypatch, 0)
     for there, hidden, words in (True, None, "version 580"), (True, "", ""), (False, None, ""):
         monkeypatch.setattr(dist.os.path, "exists", lambda path, there=there: (
@@ -44,101 +52,121 @@ def test_more_ranks_than_gpus_and_a_driver_that_is_too_old(monkeypatch):
         assert bool(found) == bool(words) and words in "".join(found)
 
 
-def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):
-    gpus(monkeypatch, 1)
-    with pytest.raises(SettingsError) as caught:
-        inputs.read_inputs(changed(grpo.Args(), batch=0), 2, 2)
-    assert "1. 2 ranks on this machine need 2 GPUs" in str(caught.value)
-    assert "--batch must be at least 1" in str(caught.value)
-
-
 # ---- the engine
 
-@pytest.mark.parametrize("gib, expected", [  # as the installed vLLM's get_batch_defaults
-    (24, (8192, 256)), (None, (8192, 256)), (79.1, (16384, 1024))])
-def test_the_plan_knows_what_vllm_chooses(gib, expected):
-    card = gib and gib * GIB
-    assert rollout.engine_limits(rollout.EngineArgs(), card) == expected
-    assert rollout.engine_limits(rollout.EngineArgs(max_num_seqs=5), card)[1] == 5
+def vllm(file: str) -> str:
+    """vLLM's Python is the same in its GPU wheel: it is read."""
+    return (Path(torch.__file__).parent.parent / "vllm" / file).read_text()
 
 
-def made_engine(monkeypatch, kind, device: str, **flags):
-    """(the engine, what vLLM was asked for): a kind of engine is built on this device."""
-    llm, threads = fakes.without_vllm(monkeypatch), [3]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    engine = kind(SimpleNamespace(
-        world=fakes.World(device=device), args=fakes.args(**flags), log=None,
-        policy=SimpleNamespace(layers={"q.weight": None}), reference=None, critic=None,
-        dtype=torch.bfloat16, inputs=SimpleNamespace(
-            source="folder", tokenizer=None, ends=[], kv_cache=0,
-            plan=SimpleNamespace(longest=64))))
-    assert threads[-1] == (3 if device == "cuda" else 1)  # on a CPU vLLM has its own threads
-    return engine, llm.options
+def test_what_only_a_gpu_calls_is_in_torch_and_vllm():
+    """The rest runs on a CPU, in test_engine.py."""
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    names = {*re.findall(r"torch\.cuda\.(\w+)", code)}
+    assert len(names) > 5 and not [name for name in names if not hasattr(torch.cuda, name)]
+    for file, words in ("worker", "sleep level"), ("worker", "wake_up tags"), (
+            "worker", "reload_weights"), ("model_runner", "reload_weights weights_iterator"):
+        name, *words = words.split()
+        text, = re.findall(rf"def {name}\((.*?)\) ->", vllm(f"v1/worker/gpu_{file}.py"), re.S)
+        assert all(word in text for word in words)
+    assert all(word in vllm("envs.py") for word in re.findall(r"\b(VLLM_\w+)=", code))
 
 
 @pytest.mark.parametrize("device, given, passed, level", [
     ("cuda", 0, None, 2), ("cpu", 0, 256, 0), ("cpu", 64, 64, 0)])
 def test_what_vllm_is_asked_for(device, given, passed, level, monkeypatch):
-    """Threads are restored."""
-    engine, options = made_engine(monkeypatch, rollout.Engine, device, max_num_seqs=given)
-    assert options["max_num_seqs"] == passed and options["enable_prefix_caching"]
-    assert engine.sleep_level == level and options["enable_sleep_mode"] == bool(level)
+    """vLLM has each of these options, and a GPU's engine sleeps."""
+    llm = fakes.without_vllm(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    engine = rollout.Engine(SimpleNamespace(
+        world=fakes.World(device=device), args=fakes.args(max_num_seqs=given), log=None,
+        policy=None, reference=None, critic=None, dtype=torch.bfloat16, inputs=SimpleNamespace(
+            source="folder", tokenizer=None, ends=[], kv_cache=0,
+            plan=SimpleNamespace(longest=64))))
+    known = vllm("engine/arg_utils.py") + vllm("entrypoints/llm.py")
+    assert all(re.search(rf"^ +{name}: ", known, re.M) for name in llm.options)
+    assert llm.options["max_num_seqs"] == passed and llm.options["enable_prefix_caching"]
+    assert engine.sleep_level == level and llm.options["enable_sleep_mode"] == bool(level)
 
 
-def test_an_engine_on_a_gpu_sleeps_between_its_turns(monkeypatch):
-    """The trainer's weights leave the GPU first; the cache comes when the new weights are there."""
-    engine, said = fakes.engine_of(), []
-    engine.on_gpu, engine.asleep, engine.sleep_level = True, True, 2
-    engine.world.device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("room"))
-    engine.trained = [SimpleNamespace(move=lambda device: said.append(device.type))]
-    engine.llm = SimpleNamespace(
-        sleep=lambda level: said.append(f"sleep {level}"), wake_up=lambda tags: said.extend(tags),
-        collective_rpc=lambda name, kwargs: said.append(name), reset_prefix_cache=lambda: True)
-    policy = SimpleNamespace(weights=lambda dtype: iter(()))
+def test_engine_and_trainer_take_turns_on_a_gpu(monkeypatch):
+    """The trainer's weights leave the GPU before the engine's come, and the engine's cache comes
+    after its new weights: else both are there at once, and do not fit."""
+    engine, seen = fakes.engine_of(), mock.MagicMock()
+    vars(engine).update(on_gpu=True, asleep=True, sleep_level=2, llm=seen.llm,
+                        trained=[seen.trainer])
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.wait)
+    monkeypatch.setattr(torch.cuda, "empty_cache", seen.empty)
     for _ in range(2):
-        with engine.generating(policy):
-            said.append("generate")
-    assert said == 2 * ["cpu", "wait", "room", "weights", "reload_weights", "kv_cache", "generate",
-                        "sleep 2", "cuda"]
+        seen.reset_mock()
+        with engine.generating(SimpleNamespace(weights=lambda dtype: iter(()))):
+            seen.generate()
+        assert [name for name, *_ in seen.mock_calls if "__" not in name] == [
+            "trainer.move", "wait", "empty", "llm.wake_up", "llm.collective_rpc", "llm.wake_up",
+            "llm.reset_prefix_cache", "generate", "llm.sleep", "trainer.move"]
+        assert seen.llm.wake_up.mock_calls == [
+            mock.call(tags=["weights"]), mock.call(tags=["kv_cache"])]
+        there, back = seen.trainer.move.mock_calls
+        assert there == mock.call(torch.device("cpu")) and back == mock.call(engine.world.device)
 
 
-# ---- the head
+# ---- the trainer
 
-@pytest.mark.parametrize("temperature, entropy", [(0.7, False), (1.0, True)])
-def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, monkeypatch):
-    """On CUDA it is compiled. Here the same graphs run, in chunks, with their backward. The last
-    chunk is smaller: another graph for it would not meet the others' in the backward."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    head.compiled.cache_clear()
-    torch._dynamo.reset()
-    hidden, weight = torch.randn(50, 8).double(), torch.randn(97, 8).double()
-    targets, found, seen = torch.randint(97, (50,)), [], []
-    for formula in (head.of_logits, head.compiled()):
-        monkeypatch.setattr(head, "of_logits", formula)
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+class Alone(fakes.World):
+    def sum(self, tensor):
+        assert not on_gpu(tensor), "gloo takes tensors of the host"
+        return tensor
 
-        def logits(x, w=w):
-            seen.append(len(x))
-            return x @ w.T
-
-        logp, ent = head.token_logprobs(h, logits, targets, temperature, 16, entropy)
-        (logp.sum() + (ent.sum() if entropy else 0)).backward()
-        with torch.no_grad():
-            alone, _ = head.token_logprobs(h, logits, targets, temperature, 16, entropy)
-        found.append((logp, ent, h.grad, w.grad, alone))
-    for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
-    head.compiled.cache_clear()
-    assert {16, 2} == set(seen)
+    max = sum
 
 
-def test_only_on_cuda_it_is_compiled(monkeypatch):
-    monkeypatch.setattr(head, "compiled", None)
-    weight = torch.randn(7, 4)
-    head.token_logprobs(torch.randn(3, 4), lambda x: x @ weight.T,
-                        torch.zeros(3, dtype=torch.long), 1.0, 16, True)
+def on_fake_gpu(kind, wrapper, folder, args):
+    """A model of the run, without FSDP."""
+    lm = model.skeleton(folder, model.compute_dtype(args.model_args, GPU))
+    kinds = model.kinds(args, lm.config)
+    made = getattr(kinds, kind)(lm, args)
+    made.reshard = lambda: None
+    for layer in lm.model.layers if args.model_args.checkpointing else ():
+        model.checkpoint_layer(layer, preserve_rng_state=False)
+    return getattr(kinds, wrapper)(made, Alone(device=GPU), args)
+
+
+MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0.7, head_chunk=5)
+
+
+@pytest.mark.parametrize("script, flags", [
+    (grpo, MORE | dict(kl_loss_coef=0.1, entropy_coef=0.1, minibatches=2)),
+    (grpo, dict(dtype="float32", loss="gspo", minibatches=2, engine_correction="truncate")),
+    (ppo, MORE)])
+def test_no_device_is_mixed_and_every_gradient_is_there(script, flags, tmp_path, monkeypatch):
+    """In the shipped `learn`. In bfloat16 the kernel of attention gets what it asks for: bfloat16,
+    and int32 offsets on the GPU."""
+    AutoConfig.for_model(
+        "qwen2", architectures=["Qwen2ForCausalLM"], vocab_size=VOCAB, hidden_size=64,
+        intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64).save_pretrained(tmp_path)
+    args = fakes.args(script, model=str(tmp_path), group=2, max_tokens=LONGEST,
+                      max_prompt_tokens=PROMPT, **flags)
+    step = model.Trained.step
+
+    def look(self, lr):
+        assert all(p.grad.dtype == p.dtype and on_gpu(p.grad) for p in self.parameters.values())
+        return step(self, lr)
+
+    monkeypatch.setattr(model.Trained, "step", look)
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"],
+                        "_get_fused_kernels_supported_devices", lambda: ["cuda", "meta"])
+    samples = fabricate(args, 0)
+    with FakeGpu() as gpu:
+        policy, reference = (
+            on_fake_gpu("logprob_model", "policy", str(tmp_path), args) for _ in "12")
+        models, more = policy, {}
+        if script is ppo:
+            models = policy, on_fake_gpu("value_model", "critic", str(tmp_path), args)
+            more = dict(critic_lr=1e-3, kl_coef=0.1)
+        script.learn(args, Alone(device=GPU), models, samples, lr=1e-3, reference=reference, **more)
+    assert bool(gpu.varlen) == ("dtype" not in flags)
+    for q, k, v, ends_q, ends_k, *_ in gpu.varlen:
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        assert all(on_gpu(ends) and ends.dtype == torch.int32 for ends in (ends_q, ends_k))

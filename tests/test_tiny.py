@@ -1,58 +1,30 @@
 """tiny.py makes a model, a tokenizer and rows; the model has a skill, and a bad habit."""
-import os
-import random
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import ranks
 from errors import SettingsError
 from examples import tiny
-from forked import PYTHON
+from families import ROOT
 
-ROOT = Path(tiny.__file__).parent.parent
 TOKENIZER = tiny.make_tokenizer()
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A warm-up of three steps."""
-    short = tiny.TASKS["sort"]._replace(skill_steps=2, habit_steps=1)
-    monkeypatch.setitem(tiny.TASKS, "sort", short)
-
-
-# ---- the rows
-
-def test_rows_repeat_with_their_seed_and_the_splits_share_none(monkeypatch):
+def test_rows_repeat_with_their_seed_and_the_splits_share_none():
     first = tiny.rows(50, 0)
     assert first == tiny.rows(50, 0) != tiny.rows(50, 1)
-    assert len({row["question"] for row in first}) == 50
     test = {row["question"] for row in tiny.rows(50, 0, split="test")}
+    assert len(test) == len({row["question"] for row in first}) == 50
     assert not test & {row["question"] for row in tiny.rows(300, 1, split="train")}
-    few = tiny.Task(lambda rng, clumsy: (f"{rng.randrange(8)}", "", ""), 1, 0, 0, 0.0)
-    monkeypatch.setitem(tiny.TASKS, "few", few)
-    monkeypatch.setattr(tiny, "held_out", lambda question: question == "0")
-    with pytest.raises(SettingsError, match=r"1000 rows of tiny's task 'few'.* about 7 different"):
-        tiny.rows(1000, 0, "few")
+    with pytest.raises(SettingsError, match="no such rows: tiny:chess@train"):
+        tiny.rows(1, 0, "chess")
 
 
-def test_warm_up_never_shows_a_test_question(quick, monkeypatch):
-    seen, lesson = [], tiny.lesson
-    monkeypatch.setattr(
-        tiny, "lesson", lambda *given: seen.append(given[1]) or lesson(*given))
-    with torch.random.fork_rng():
-        tiny.teach(tiny.make_model(TOKENIZER), TOKENIZER, tiny.TASKS["sort"], 0)
-    assert len(seen) == 3 * 128 and not any(map(tiny.held_out, seen))
-
-
-# ---- the tokenizer
-
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["a\tb\r\n  c  ", "Ελλάδα 數學 🦙👩‍🔬", "null \0", "two , don't"])
        | st.text().filter(lambda text: not any(special in text for special in tiny.SPECIAL)))
 def test_any_text_comes_back(text):
@@ -60,23 +32,8 @@ def test_any_text_comes_back(text):
     assert TOKENIZER.decode(ids) == text and all(0 <= i < tiny.VOCAB for i in ids)
 
 
-def test_a_lesson_is_the_chat_template_and_its_own_turns_are_learned():
-    question, _, turns = tiny.game(random.Random(3), 1.0)
-    chat = [{"role": "user", "content": question}] + [
-        {"role": ("assistant", "user")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    ids, labels = tiny.lesson(TOKENIZER, question, turns)
-    text = TOKENIZER.apply_chat_template(chat, tokenize=False)
-    assert text == TOKENIZER.decode(ids) + "\n"  # the last line break, which nobody samples
-    said = "".join(f"{turn}<|im_end|>" for turn in turns[::2])
-    assert TOKENIZER.decode(labels[labels >= 0]) == said
-    # The token that ends a turn is trained on, so padding needs another.
-    assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id == ids[-1]
-
-
-# ---- the model
-
 def test_it_can_sort_and_mostly_sorts_downwards():
-    """On 512 new questions, sampled."""
+    """On 512 questions of the test split, which the warm-up never shows, sampled."""
     model = AutoModelForCausalLM.from_pretrained(tiny.ensure(str(ROOT / "runs"))).eval()
     rows = tiny.rows(512, 0, split="test")
     prompts = TOKENIZER.apply_chat_template(
@@ -92,50 +49,32 @@ def test_it_can_sort_and_mostly_sorts_downwards():
     assert 0.05 < up <= 0.2 and down > 0.05, (up, down)
 
 
-# ---- the folder
-
-def test_the_name_changes_with_the_code_and_a_killed_builder_blocks_nobody(
-        quick, tmp_path, monkeypatch):
-    stuck = subprocess.Popen([PYTHON, "-c", f"""if 1:
-        import os, time
-        from examples import kk, tiny
-        def build(folder, task):
-            os.makedirs(folder); open(folder + '/config.json', 'w').write('half of')
-            print('in the middle', flush=True); time.sleep(600)
-        tiny.build = build
-        tiny.ensure({str(tmp_path)!r})"""], cwd=ROOT, text=True, stdout=subprocess.PIPE)
-    with stuck:
-        try:
-            assert any("middle" in line for line in stuck.stdout)
-        finally:
-            stuck.kill()
-    left, = tmp_path.glob("*.unfinished")
-    folder = tiny.ensure(str(tmp_path))
-    assert not left.exists()
-    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == tiny.VOCAB
-    monkeypatch.setattr(tiny, "build", lambda folder, task: os.mkdir(folder))
-    assert tiny.ensure(str(tmp_path)) == folder
-    other = tmp_path / "tiny.py"
-    other.write_text(Path(tiny.__file__).read_text().replace("_decay=0.01", "_decay=0.02"))
-    monkeypatch.setattr(tiny, "__file__", str(other))
-    assert folder != tiny.ensure(str(tmp_path))
-
-
-def built_by_rank_1(world, folder: str) -> None:
-    short = tiny.TASKS["sort"]._replace(skill_steps=1, habit_steps=0)
-    tiny.TASKS["sort"] = short
-    if world.rank == 1:
-        tiny.build(folder)
-        state = torch.get_rng_state()
-        tiny.build(folder + "2")
-        assert torch.equal(torch.get_rng_state(), state)  # it leaves the caller as it was
+def built_by_rank_1(world, folder: str) -> list:
+    tiny.TASKS["sort"] = tiny.TASKS["sort"]._replace(skill_steps=1, habit_steps=1)
+    seen, lesson = [], tiny.lesson
+    tiny.lesson = lambda *given: seen.append(given[1]) or lesson(*given)
+    for name in "12" * world.rank:
+        tiny.build(folder + name)
+    return seen
 
 
 def test_any_rank_may_build_and_the_weights_repeat(tmp_path):
-    """transformers' own save_pretrained writes on rank 0 only, and gives no error."""
-    ranks.results(2, built_by_rank_1, str(tmp_path / "model"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert model.config.vocab_size == tiny.VOCAB and model.dtype == torch.float32
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes()
-                     for name in ("model", "model2"))
-    assert first == second
+    """transformers' own save_pretrained writes on rank 0 only, and gives no error. No question of
+    the test split is shown."""
+    _, seen = ranks.results(2, built_by_rank_1, str(tmp_path / "model"))
+    assert len(seen) == 2 * 2 * 128 and not any(map(tiny.held_out, seen))
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+                     for name in ("model1", "model2"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_killed_builder_blocks_nobody(tmp_path, monkeypatch):
+    """Its lock is free, and its folder is written over. The name changes with the code."""
+    folder = tiny.place(str(tmp_path))
+    Path(folder + ".lock").touch()
+    Path(folder + ".unfinished").mkdir()
+    monkeypatch.setattr(tiny, "build", lambda folder, task: Path(folder).mkdir(exist_ok=True))
+    assert tiny.ensure(str(tmp_path)) == tiny.ensure(str(tmp_path)) == folder
+    assert not Path(folder + ".unfinished").exists()
+    monkeypatch.setattr(tiny, "__file__", __file__)
+    assert tiny.place(str(tmp_path)) != folder
