@@ -9,11 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 class Live(TorchDispatchMode):
     """with Live() as live: …; live.peak is the most bytes that were live at once of those made
-    inside. A storage is live until its last tensor is gone, or until it is resized to nothing."""
+    inside, live.largest those of the largest storage. A storage is live until its last tensor is
+    gone, or until it is resized to nothing."""
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.now, self.peak, self.largest = {}, 0, 0, 0
+        self.sizes, self.peak, self.largest = {}, 0, 0
 
     def __enter__(self):
         self.resize = resize = torch.UntypedStorage.resize_
@@ -21,7 +22,7 @@ class Live(TorchDispatchMode):
         def resized(storage, size):  # FSDP frees a gathered weight so, and makes it again
             resize(storage, size)
             if id(storage) in self.sizes:
-                self.count(id(storage), size)
+                self.count(storage)
         torch.UntypedStorage.resize_ = resized
         return super().__enter__()
 
@@ -29,21 +30,19 @@ class Live(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self.resize
         return super().__exit__(*error)
 
-    def count(self, key: int, size: int) -> None:
-        self.now += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-
-    def gone(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Notes the bytes of a storage, and the largest sums."""
+        self.sizes[id(storage)] = size = storage.nbytes()
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        self.largest = max(self.largest, size)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         given = {id(storage) for storage in storages((args, kwargs))}  # a view makes nothing
         for storage in storages(out):
             if id(storage) not in self.sizes and id(storage) not in given:
-                weakref.finalize(storage, self.gone, id(storage))
-                self.count(id(storage), storage.nbytes())
+                weakref.finalize(storage, self.sizes.pop, id(storage))
+                self.count(storage)
         return out
 
 

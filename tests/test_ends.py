@@ -1,143 +1,59 @@
-"""What begins and what ends: prompts, completions, the texts of rewards. The
-tokenizers are made here; what is expected is what transformers and vLLM give."""
+"""What begins and what ends: prompts, completions, the texts of rewards. And one reading of a text:
+the tokenizer of a run is the folder's tokenizer.json, or a sentence shows where it is not.
+
+The tokenizers and templates are drawn here from the families of the field. What is expected is what
+transformers, vLLM and the library `tokenizers` give.
+"""
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import checkpoint
+import fakes
 import grpo
 import inputs
+import rollout
 import texts
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
-from examples.formats import format_tags
+from examples.formats import TAGS
 from settings import changed
-from templates import ROLE, SAID, template, tokenizer_of
+from tables import table
+from templates import ROLE, SAID, plainly, processed, template, tokenizer_of
 
 ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 THOUGHT = "<think>1</think><answer>2</answer>"
-QA = {"question": "Sort 31", "answer": "13"}
 
 
-def processed(tokenizer, before: list[str], after: list[str]):
-    """It puts these tokens around each text, as a tokenizer.json can say."""
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=" ".join([*before, "$A", *after]), special_tokens=[
-            (t, tokenizer.convert_tokens_to_ids(t)) for t in {*before, *after}])
-    return tokenizer
-
-
-def plain(before=(), after=(), **tokens):
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(BYTES),
-        **({"bos_token": "<s>", "eos_token": "</s>"} | tokens))
-    return processed(made, before, after)
-
-
-def row_of(columns, tokenizer, **flags):
-    return make_row(0, columns, "", tokenizer, texts.marks_of(tokenizer), DataArgs(**flags))
+def row_of(columns, tokenizer, ends=()):
+    """The row that data.py makes of these columns."""
+    return make_row(0, columns, "", tokenizer, texts.marks_of(tokenizer, ends), DataArgs())
 
 
 def tags_in(tokenizer):
+    """The tokenizer, to which the tags of a thought are special tokens."""
     tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in TAGS])
     return tokenizer
 
 
-# ---- prompts
-
-def test_a_template_that_ends_a_prompt_in_eos_is_refused():
-    tokenizer = plain()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
-    with pytest.raises(SettingsError, match="the prompt must not end in </s>"):
-        row_of(QA, tokenizer)
-
-
-# ---- the chat template's end of a turn
-
-@pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
-def test_a_model_that_cannot_end_is_said(ends, left):
-    for stop in (), ("x",):
-        args, notes = changed(grpo.Args(), stop=stop), []
-        words = f"no token that ends a completion: its files name {ends} of 320 ids"
-        assert inputs.check_ends(args, ends, 320, notes) == left
-        assert len(notes) == (not left and not stop) and all(words in note for note in notes)
-
-
-def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
-    """The engine stops at them (test_seams.py), and what they end is learned."""
-    folder = shutil.copytree(tiny.ensure(str(ROOT / "runs")), tmp_path / "base")
-    for name, text in ("tokenizer_config.json", '"eos_token"'), ("generation_config.json", ""):
-        made = json.loads((folder / name).read_text())
-        made["eos_token" if text else "eos_token_id"] = tiny.END_OF_TEXT if text else 0
-        (folder / name).write_text(json.dumps(made))
-    found = inputs.read_files(changed(grpo.Args(), model=str(folder)), 1)
-    assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
-    # So does whoever loads the export, with transformers or vLLM.
-    before = GenerationConfig.from_pretrained(folder).to_dict()
-    checkpoint.write_ends(folder, found.ends)
-    assert GenerationConfig.from_pretrained(folder).to_dict() == before | {"eos_token_id": [0, 2]}
-
-
-# ---- tags that are special tokens
-
-def test_an_end_may_be_a_word_elsewhere():
-    """GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word."""
-    glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
-        f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
-    ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
-    assert texts.reader(glm, [0])(ids) == THOUGHT and format_tags(THOUGHT) == 1.0
-    newline = glm("\n", add_special_tokens=False)["input_ids"]
-    assert texts.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
-
-
-ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
-        "{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: <think>")
-
-
-@pytest.mark.parametrize("text", [tiny.CHATML, ZERO])
-def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
-    tokenizer = tags_in(tiny.make_tokenizer())
-    tokenizer.chat_template = text
-    for prompt in "<think>a", "</answer>", "<answer> <think>a":
-        row = row_of({"prompt": prompt}, tokenizer)
-        assert not row.finished and prompt in row.prompt != prompt
-    assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
-    assert "<think>" not in texts.marks_of(tokenizer).begins
-
-
-# ---- --stop
-
-def test_a_stop_string_may_be_a_special_token(monkeypatch):
-    """vLLM's own detokenizer, with the parameters of a request: with skip_special_tokens a --stop
-    that is a special token would never be seen."""
-    import vllm
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-    import rollout
-    made, tokenizer, engine = [], tags_in(tiny.make_tokenizer()), object.__new__(rollout.Engine)
-    engine.args, engine.max_tokens = rollout.EngineArgs(stop=("</answer>",)), 9
-    engine.eos_ids, engine.bar = [2], False
-    engine.llm = SimpleNamespace(generate=lambda prompts, params, **named: made.extend(params))
-    engine.outputs([rollout.Request([5], 1)], 1.0)
-    known = {name: None for name in EngineCoreRequest.__struct_fields__}
-    request = EngineCoreRequest(**known | {
-        "request_id": "0", "prompt_token_ids": [5], "sampling_params": made[0]})
-    reads = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    assert reads.update(tokenizer(THOUGHT)["input_ids"], False) == "</answer>" and vllm
-
-
-# ---- a sweep
+# ---- a sweep over families of templates and kinds of tokenizers
 
 TRIMMED = "{{ m['content'] | trim }}"
 CHATML, AGAIN = f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", "<|im_start|>assistant\n"
@@ -165,49 +81,68 @@ FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn, what en
     "none": None}
 CONTROLS = """<s> </s> <pad> <|im_start|> <|im_end|> <|h|> <|/h|> <|eot|> [INST] [/INST] <|user|>
     <|assistant|> <|system|> <|end|> <turn> </turn> [gMASK] <sop> <|x|>""".split()
-LETTERS = [chr(c) for c in range(33, 127)] + ["\n", "▁", "é"]
+FILES = table("""
+{"eos_token_id": 105} | | [105]
+{"text_config": {"eos_token_id": [105]}} | | [105]
+{"eos_token_id": 105} | {"eos_token_id": null} | []
+{"eos_token_id": 105} | {"eos_token_id": 107} | [107]
+{"eos_token_id": 105} | {"eos_token_id": [107, 108]} | [107, 108]
+""")  # config.json, generation_config.json and the ids that they name
+TEXTS = "What is  12 + 34?", "12 + 34 = 46", "It's 1,234,567.\n\n\tNaïve ＡＢ, don't", "a  b\n  c"
 
 
-def pieces():
-    """As sentencepiece has them: a space before the first word, that decoding takes away."""
-    made = Tokenizer(models.BPE({c: i for i, c in enumerate(["<unk>", *LETTERS])}, [],
-                                unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
+def bytes_of(*parts):
+    """Returns a pre_tokenizer of bytes after these parts, or with GPT-2's expression."""
+    return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=not parts)])
+
+
+READINGS = {  # name: (pre_tokenizer, decoder)
+    "gpt2": (bytes_of(), decoders.ByteLevel()),
+    "digits": (bytes_of(pre_tokenizers.Digits(individual_digits=True)), decoders.ByteLevel()),
+    # sentencepiece's: a space before the first word, which decoding takes away
+    "spaces": (pre_tokenizers.Metaspace(prepend_scheme="first"),
+               decoders.Metaspace(prepend_scheme="first")),
+    "lossy": (pre_tokenizers.Whitespace(), decoders.Fuse()), "no decoder": (bytes_of(), None)}
+NORMALIZERS = None, None, normalizers.NFC(), normalizers.NFKC(), normalizers.Lowercase()
+
+
+def trained(name: str, normalizer=None, controls="<unk>") -> Tokenizer:
+    """Returns a tokenizer with this reading, which is trained on TEXTS."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer, decoder = READINGS[name]
+    made.normalizer = normalizer or made.normalizer
+    made.train_from_iterator([*TEXTS, "user assistant 46 é"] * 9, trainers.BpeTrainer(
+        vocab_size=600, special_tokens=controls.split(), show_progress=False,
+        initial_alphabet=[*pre_tokenizers.ByteLevel.alphabet(), "▁", " ", "\n", "\t"]))
+    made.decoder = decoder or made.decoder
     return made
 
 
-def plainly(text: str) -> str:
-    return text.replace("«", "").replace("»", "")
-
-
 def drawn(seed: int):
-    """(a tokenizer, its family, what a generation_config.json has, what was drawn)"""
+    """Returns a tokenizer, its family, the model's files (a line of FILES), what was drawn."""
     rng = random.Random(seed)
-    names = [*FAMILIES]
-    name = names[seed % len(names)]  # each as often
+    name = [*FAMILIES][seed % len(FAMILIES)]  # each as often
     pick = dict(special=rng.random() < 0.7, words=rng.random() < 0.3, tags=rng.choice([
         True, False, None]), bos=rng.random() < 0.6, appends=rng.random() < 0.4,
         eos=rng.choice(["</s>", "</s>", "<|im_end|>", None]),
         pad=rng.choice([None, "<pad>", "</s>", "<s>"]), clean=rng.random() < 0.3)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=pieces() if pick["words"] else Tokenizer.from_str(BYTES),
+        tokenizer_object=trained("spaces") if pick["words"] else Tokenizer.from_str(BYTES),
         clean_up_tokenization_spaces=pick["clean"])
-    made.add_tokens([AddedToken(t, special=pick["special"], normalized=False) for t in CONTROLS])
-    if pick["tags"] is not None:
-        made.add_tokens([AddedToken(t, special=pick["tags"], normalized=False) for t in TAGS])
+    tags = [] if pick["tags"] is None else TAGS
+    for controls, special in (CONTROLS, pick["special"]), (tags, pick["tags"]):
+        made.add_tokens([AddedToken(t, special=special, normalized=False) for t in controls])
     made.bos_token, made.eos_token, made.pad_token = "<s>", pick["eos"], pick["pad"]
     if family := FAMILIES[name]:
         begin, user, assistant, header, _, tail = family
         made.chat_template = plainly(template(user, assistant, header, begin, tail))
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
-    given = rng.choice(["absent", "nested", None, "~", "~`"])
-    return made, name, given, pick
+    return made, name, rng.choice(FILES), pick
 
 
 def check(tmp_path, seed: int) -> SimpleNamespace:
     """What was drawn, and its row, ends and texts, which are right."""
-    tokenizer, name, given, pick = drawn(seed)
+    tokenizer, name, (config, generation, ids), pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
     bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][4]
     asked = [{"role": "user", "content": "Sort 31"}]
@@ -225,36 +160,33 @@ def check(tmp_path, seed: int) -> SimpleNamespace:
         assert finished.finished and finished.prompt_ids == row.prompt_ids
     assert not row_of({"prompt": "<think>1"}, tokenizer).finished
     # What ends.
-    whole, nested = {"eos_token_id": to_id("^")}, {"text_config": {"eos_token_id": [to_id("^")]}}
-    files = [to_id(c) for c in {"absent": "^", "nested": "^", None: ""}.get(given, given)]
-    eos = {None: None, "~": to_id("~")}.get(given, files)
-    (tmp_path / "config.json").write_text(json.dumps(nested if given == "nested" else whole))
-    if given not in ("absent", "nested"):  # what GenerationConfig.from_model_config reads, or this
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    for file, text in ("config", config), ("generation_config", generation):
+        if text:
+            (tmp_path / f"{file}.json").write_text(text)
     own = [to_id(t) for t in (pick["eos"], end) if t]
     ends = texts.eos_ids(str(tmp_path), tokenizer)
-    assert ends == sorted({*files, *own})
+    assert ends == sorted({*json.loads(ids), *own})
     # The text. What sentencepiece would give is its own decoding.
     written, reads = "a , b <think>1</think> n't", texts.reader(tokenizer, ends)
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
-    closing, written_ids = [to_id(end)] if end else own[:1], ids
+    closing = [to_id(end)] if end else own[:1]
     assert reads(ids) == reads(ids + closing) == expected
     silent = [bos, *([to_id(pick["pad"])] if pick["pad"] else [])]
     assert reads([bos, *ids, *silent[1:], *closing]) == expected
     assert reads(ids[:2] + silent + own + ids[2:]) == expected  # wherever they stand
     return SimpleNamespace(tokenizer=tokenizer, name=name, pick=pick, row=row, asked=asked, end=end,
-                           ends=ends, reads=reads, written=written_ids, closing=closing,
-                           expected=expected)
+                           ends=ends, reads=reads, written=ids, closing=closing, expected=expected)
 
 
 def fields(words: str) -> list[dict]:
-    """Rows with these words in one field."""
-    asked = {"role": "user", "content": "q"}
-    return [{"question": words, "answer": "A"}, {"question": "q", "answer": words},
-            {"question": "q", "answer": "A", "system": words},
-            {"prompt": [{"role": "tool", "content": words}, asked], "answer": "A"}]
+    """Returns rows with these words in one field."""
+    return json.loads("""[
+        {"question": WORDS, "answer": "A"}, {"question": "q", "answer": WORDS},
+        {"question": "q", "answer": "A", "system": WORDS},
+        {"prompt": [{"role": "tool", "content": WORDS}, {"role": "user", "content": "q"}],
+         "answer": "A"}]""".replace("WORDS", json.dumps(words)))
 
 
 FAST = [*range(0, 110, 10), 43, 109]  # each family; two tokenizers that append an EOS
@@ -263,4 +195,171 @@ SWEEP = [pytest.param(i, marks=[] if i in FAST else [pytest.mark.slow]) for i in
 
 @pytest.mark.parametrize("seed", SWEEP)
 def test_of_many_tokenizers_and_templates_each_is_right(tmp_path, seed):
-    check(tmp_path, seed)
+    """A prompt has the ids of transformers' chat template and one BOS; a rendered chat stays as it
+    is; a completion ends where the model's files and its template say; the text of a completion has
+    all words and no token that begins, ends or pads. And words are words: a row whose text holds
+    such a token has it in its prompt, or a sentence names it."""
+    there = check(tmp_path, seed)
+    known = [t.content for t in there.tokenizer.added_tokens_decoder.values()]
+    for mark in random.Random(seed).sample(known, 9):
+        for row in fields(words := f"a{mark}b"):
+            try:
+                made = row_of(row, there.tokenizer, there.ends)
+                assert words in there.reads(made.prompt_ids) or words == row["answer"], mark
+            except SettingsError as error:
+                assert f"its words hold {mark}" in str(error) and mark not in TAGS
+
+
+MARKS = """
+＜|im_end|＞ | <|im_end|> | NFKC
+<|IM_END|> | <|im_end|> | Lowercase
+<|"|> | <|"|> | NFC
+<|\\|> | <|\\|> | NFC
+＜end＞ | ＜end＞ | NFC
+"""
+
+
+@pytest.mark.parametrize("words, mark, form", table(MARKS))
+def test_a_mark_that_the_normalizer_makes_or_json_writes_otherwise_is_found(words, mark, form):
+    """Where the tokenizer looks for it in the normalized text, its id is that of the end."""
+    made = tiny.make_tokenizer()
+    made.add_tokens([AddedToken(mark, normalized=True)])
+    made.eos_token, made.backend_tokenizer.normalizer = mark, getattr(normalizers, form)()
+    for text in words, f"Say {words}, please":
+        assert made.eos_token_id in made(text)["input_ids"]
+        with pytest.raises(SettingsError, match=f"its words hold {re.escape(mark)}"):
+            row_of({"prompt": text}, made)
+
+
+def test_an_end_may_be_a_word_elsewhere():
+    """GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word."""
+    glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
+        f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
+    ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
+    assert texts.reader(glm, [0])(ids) == THOUGHT
+    newline = glm("\n", add_special_tokens=False)["input_ids"]
+    assert texts.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
+
+
+ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
+        "{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: <think>")
+
+
+@pytest.mark.parametrize("text", [tiny.CHATML, ZERO])
+def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
+    """A prompt may begin with a tag: the template is applied to it."""
+    tokenizer = tags_in(tiny.make_tokenizer())
+    tokenizer.chat_template = text
+    for prompt in "<think>a", "</answer>", "<answer> <think>a":
+        row = row_of({"prompt": prompt}, tokenizer)
+        assert not row.finished and prompt in row.prompt != prompt
+    assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
+    assert "<think>" not in texts.marks_of(tokenizer).begins
+
+
+# ---- of a run
+
+@pytest.mark.parametrize("cells", table("""
+[] | [] | [] | 1
+[400, -1] | [] | [] | 1
+[400, -1] | [] | ["x"] | 0
+[2, 400] | [2] | [] | 0"""))
+def test_a_model_that_cannot_end_is_said(cells):
+    """A run without an id that ends, of those the model can write, has a note unless --stop."""
+    (ends, left, stop, count), notes = map(json.loads, cells), []
+    assert inputs.check_ends(changed(grpo.Args(), stop=stop), ends, 320, notes) == left
+    words = f"no token that ends a completion: its files name {ends} of 320 ids"
+    assert [words in note for note in notes] == [True] * count
+
+
+def edit(path: Path, **changes) -> None:
+    """Changes these keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_run_reads_ends_and_tokenizer_from_the_models_folder(tmp_path):
+    """The engine stops at the ends and what they end is learned; whoever loads the export, with
+    transformers or vLLM, has them too. A tokenizer that is not tokenizer.json's is refused."""
+    folder = shutil.copytree(tiny.ensure(str(ROOT / "runs")), tmp_path / "base")
+    args = changed(grpo.Args(), model=str(folder))
+    edit(folder / "tokenizer_config.json", eos_token=tiny.END_OF_TEXT)
+    edit(folder / "generation_config.json", eos_token_id=0)
+    found = inputs.read_files(args, 1)
+    assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
+    before = GenerationConfig.from_pretrained(folder).to_dict()
+    checkpoint.write_ends(folder, found.ends)
+    assert GenerationConfig.from_pretrained(folder).to_dict() == before | {"eos_token_id": [0, 2]}
+    edit(folder / "tokenizer.json", decoder={"type": "Fuse"})
+    with pytest.raises(SettingsError, match="tokenizer.json reads .* Would work: "):
+        inputs.read_files(args, 1)
+
+
+def test_a_stop_string_may_be_a_special_token():
+    """vLLM's own detokenizer, with the parameters of a request: with skip_special_tokens a --stop
+    that is a special token would never be seen."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    engine, tokenizer = fakes.engine_of(), tags_in(tiny.make_tokenizer())
+    engine.args = rollout.EngineArgs(stop=("</answer>",))
+    params = SamplingParams(**engine.sampling(rollout.Request([5], 1), 1.0))
+    known = {name: None for name in EngineCoreRequest.__struct_fields__}
+    request = EngineCoreRequest(**known | {
+        "request_id": "0", "prompt_token_ids": [5], "sampling_params": params})
+    reads = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    assert reads.update(tokenizer(THOUGHT)["input_ids"], False) == "</answer>"
+
+
+# ---- one reading of a text
+
+TYPES = "qwen2 qwen3 llama mistral gpt_neox gemma2 phi3".split()  # of models
+CLASSES = [None, *"""PreTrainedTokenizerFast TokenizersBackend LlamaTokenizerFast GemmaTokenizer
+    Qwen2TokenizerFast GPT2TokenizerFast CohereTokenizerFast""".split()]
+def read(folder: Path, config: dict) -> None:
+    """A run reads TEXTS with this tokenizer_config.json as its tokenizer.json does."""
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"eos_token": tiny.END, "chat_template": tiny.CHATML} | config))
+    tokenizer = inputs.load_tokenizer("m", str(folder))
+    rows = [row_of({"prompt": text, "answer": "4"}, tokenizer) for text in TEXTS]
+    texts.check_tokenizer(tokenizer, str(folder), rows)
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for row in rows:
+        ids = own.encode(row.prompt, add_special_tokens=False).ids
+        back = own.decode(ids, skip_special_tokens=False)
+        assert row.prompt_ids == ids and tokenizer.decode(ids) == back
+        right = own.normalizer.normalize_str(row.prompt) if own.normalizer else row.prompt
+        assert back.split() == right.split()
+
+
+def outcome(folder: Path, seed: int) -> str:
+    """Draws a folder, which is read as its tokenizer.json, or refused. With what the sentence names
+    it is read, unless the tokenizer.json itself cannot write what it reads."""
+    rng = random.Random(seed)
+    kind, name, reading = TYPES[seed % len(TYPES)], rng.choice(CLASSES), rng.choice([*READINGS])
+    config, broken = {"tokenizer_class": name} if name else {}, reading in ("lossy", "no decoder")
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    controls = "<unk> <s> </s> <|endoftext|> <|im_start|> <|im_end|> <pad>"
+    trained(reading, rng.choice(NORMALIZERS), controls).save(str(folder / "tokenizer.json"))
+    try:
+        read(folder, config)
+        return "read"
+    except SettingsError as error:
+        said = str(error)
+    edit = re.search(r"reads .* as \[.*\] and writes .* which reads \[.*\] and writes .* Would "
+                     r"work: (\"tokenizer_class.*) in its tokenizer_config.json", said)
+    if not edit:
+        assert broken or "no tokenizer that" in said, (kind, name, reading, said)
+        return "refused"
+    config |= json.loads(f"{{{edit[1]}}}")
+    if broken:
+        with pytest.raises(SettingsError, match="Would work: the tokenizer.json with which"):
+            read(folder, config)
+    else:
+        read(folder, config)
+    return "edited"
+
+
+@pytest.mark.parametrize("seeds", [21, pytest.param(210, marks=pytest.mark.slow)])
+def test_a_tokenizer_is_the_folders_tokenizer_json_or_a_sentence_shows_both(tmp_path, seeds):
+    """For many a tokenizer_class transformers takes another pre_tokenizer than the file's."""
+    assert {outcome(tmp_path, seed) for seed in range(seeds)} >= {"read", "edited"}

@@ -1,22 +1,29 @@
-"""Rows as they are stored: each form is read as OpenAI, TRL and transformers say, or refused.
+"""Every shape of row: what is stored becomes a prompt, or is refused in one sentence.
 
-The right value is what transformers' apply_chat_template gives for messages written by hand.
+The right text of a prompt is what transformers' apply_chat_template gives for messages that are
+written by hand. Rows that are answered already are learned by parts: here they are refused.
 """
 import json
+import os
+import re
+import subprocess
+import sys
+from functools import reduce
+from itertools import permutations, product
 from pathlib import Path
+from zlib import crc32
 
 import pytest
-from tokenizers import AddedToken, normalizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 import data
-import flags
+import fakes
 import inputs
-import rewards
-from data import DataArgs
+from data import DataArgs, Row, Stream
 from errors import SettingsError
-from examples import convert, tiny
-from texts import Marks, marks_of
-from worker import Part
+from examples import convert, countdown, tiny
+from tables import table
 
 TEMPLATE = (
     "{% if effort %}Effort: {{ effort }}{% endif %}"
@@ -27,10 +34,24 @@ TEMPLATE = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
     "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
     "<think></think>{% endif %}{% endif %}")
+TEMPLATES = {
+    "plain": tiny.CHATML, "none": None, "comment": tiny.CHATML + "{# train on what bing says #}",
+    "ends": "{{ messages[0]['content'] }}<|im_end|>",
+    "no system": "{{ raise_exception('System role refused') }}",
+    "hears users": "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+                   "{% endfor %}",
+    # Mistral's raises an error where an answer of a tool follows no call, or a role is unknown.
+    "strict": "{% for m in messages %}{% if m.role == 'tool' and not "
+              "messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+              "{% if m.role not in ['user', 'assistant', 'tool', 'ipython'] %}"
+              "{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+              "{{ m.tool_calls }}{% endfor %}"}
 STORES = ("jsonl", "json", "parquet", "csv")
+QA = {"question": "q", "answer": "a"}
 
 
 def make_tokenizer(template=TEMPLATE):
+    """Returns tiny's tokenizer with this template. None: it has none."""
     made = tiny.make_tokenizer()
     made.chat_template = template
     return made
@@ -47,9 +68,7 @@ def store(folder: Path, kind: str, rows: list[dict]) -> str:
         lines = [json.dumps(row) for row in rows]
         path.write_text("\n".join(lines) if kind == "jsonl" else f"[{', '.join(lines)}]")
     elif kind == "csv":
-        flat = [{key: value if isinstance(value, str) else json.dumps(value)
-                 for key, value in row.items()} for row in rows]
-        datasets.Dataset.from_list(flat).to_csv(path)
+        datasets.Dataset.from_list([*map(in_cells, rows)]).to_csv(path)
     else:
         try:
             made = datasets.Dataset.from_list(rows)
@@ -59,15 +78,31 @@ def store(folder: Path, kind: str, rows: list[dict]) -> str:
     return str(path)
 
 
-def asked(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
-    return data.load(spec, tokenizer, DataArgs(4096, **flags))[0]
+def in_cells(row: dict) -> dict:
+    """Returns a row as a .csv has it: texts, or JSON texts; an empty cell is null."""
+    return {key: (value if isinstance(value, str) else json.dumps(value)) or None
+            for key, value in row.items()}
+
+
+def load(spec: str, tokenizer=TOKENIZER, limit=4096, **flags) -> tuple[list[Row], str]:
+    """Reads the rows of a run. tokenizer: or a name of TEMPLATES."""
+    if isinstance(tokenizer, str):
+        tokenizer = make_tokenizer(TEMPLATES[tokenizer])
+    return data.load(spec, tokenizer, DataArgs(limit, **flags))
+
+
+def asked(spec: str, *args, **flags) -> list[Row]:
+    """Returns the rows of a run that asks the model."""
+    return load(spec, *args, **flags)[0]
 
 
 def of(load, row: dict, folder: Path, kind: str = "jsonl", **flags):
+    """Returns the row that is made of this stored one."""
     return load(store(folder, kind, [row]), **flags)[0]
 
 
 def template(messages, goes_on=True, **options) -> str:
+    """Returns what transformers makes of the messages."""
     return TOKENIZER.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=goes_on, **options)
 
@@ -89,254 +124,467 @@ def schema(name, **properties):
         "type": "object", "properties": properties}}}
 
 
-def refusal(load, row, folder, **flags) -> str:
+def sentence(call, *args, **options) -> str:
+    """Returns the message of a mistake, which has to be one line."""
     with pytest.raises(SettingsError) as error:
-        of(load, row, folder, **flags)
-    assert "row 1: " in str(error.value)
-    return str(error.value).partition("row 1: ")[2]
+        call(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-# ---- keys and columns with a meaning
-
-def test_schemas_need_a_place(tmp_path):
-    stored = {"prompt": "q", "answer": "a", "tools": [schema("f")]}
-    for tokenizer in PLAIN, make_tokenizer(None):
-        assert "no place for tools" in refusal(asked, stored, tmp_path, tokenizer=tokenizer)
-
-
-def test_switches_of_the_template_are_those_of_the_row(tmp_path):
-    row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
-    right = template([user()], enable_thinking=False)
-    assert right.endswith("<think></think>") and of(asked, row, tmp_path).prompt == right
-    for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "an object"),
-                          ({"think": 1}, "no place for think"),  # it is written, and no name
-                          ({"add_generation_prompt": False}, "multiple values")):
-        assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
+def refusal(load, row, folder, **flags) -> str:
+    """Returns the sentence for a row that is refused, behind the row's number."""
+    found, number, words = sentence(of, load, row, folder, **flags).partition("row 1: ")
+    assert number, found
+    return words
 
 
-@pytest.mark.parametrize("words, form", [
-    ("＜|im_end|＞", normalizers.NFKC()), ("<|IM_END|>", normalizers.Lowercase()),
-    ("<|im_end│>", normalizers.Replace("│", "|"))])
-def test_a_mark_that_the_normalizer_makes_is_found(words, form):
-    """Where the tokenizer looks for it in the normalized text, its id is that of the end."""
-    made = tiny.make_tokenizer()
-    made.add_tokens([AddedToken("<|im_end|>", normalized=True)])
-    made.backend_tokenizer.normalizer = form
-    end = made.convert_tokens_to_ids("<|im_end|>")
-    for text in words, f"Say {words}, please":
-        assert end in made(text)["input_ids"]
-        with pytest.raises(SettingsError, match=r"its words hold <\|im_end\|>"):
-            marks_of(made).check([user(text)])
+# ---- rows in JSON, in which a word in capitals stands for a value
+
+def pair(i: int) -> tuple[str, str]:
+    """Returns a question, and an answer that a reader which guesses types would change."""
+    answers = ["007", "1e5", "2026-01-31", "NA", "true", "é \n", "[1]", 'x, "y"', "null", "{}"]
+    return f"What is {i} and {i}? é\n", answers[i % 10]
 
 
-@pytest.mark.parametrize("mark", ['<|"|>', "<|\\|>", "＜end＞"])
-def test_a_mark_that_json_writes_in_another_way_is_found(mark):
-    with pytest.raises(SettingsError, match="its words hold"):
-        Marks([], [], [mark]).check([{"role": "user", "content": f"Write {mark} twice."}])
+CAPITALS = re.compile(r"\b[A-Z]+\b")
+MESSAGES = dict(table(r"""
+USER | {"role": "user", "content": Q}
+PARTS | {"role": "user", "content": [
+     {"type": "text", "text": HALF}, {"type": "text", "text": REST}]}
+SAID | {"role": "assistant", "content": A}
+WEIGHTED | {"role": "assistant", "content": A, "weight": 1}
+CALLS | {"role": "assistant", "content": "", "tool_calls": [
+     {"type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]}
+TEXTCALLS | {"role": "assistant", "content": null, "tool_calls": [
+     {"type": "function", "function": {"name": "f", "arguments": TEXTARGUMENTS}}]}
+TOOL | {"role": "tool", "content": "3"}
+SYSTEM | {"role": "system", "content": "be brief"}
+HUMAN | {"from": "human", "value": Q}
+GPT | {"from": "gpt", "value": A}
+"""))
 
 
-def test_a_comment_of_the_template_reads_nothing(tmp_path):
-    tokenizer = make_tokenizer(tiny.CHATML + "{# train on what bing says #}")
-    for message in user() | {"train": 1}, {"role": "bing", "content": "x"}:
-        assert "no place for" in refusal(asked, {"prompt": [message]}, tmp_path,
-                                         tokenizer=tokenizer)
-
-
-def test_a_template_that_asks_for_a_key_has_a_place_for_it(tmp_path):
-    """Mistral's raises an error where an answer of a tool follows no call, or a role is unknown."""
-    strict = make_tokenizer(
-        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
-        " %}{{ raise_exception('no call') }}{% endif %}{% if m.role not in ['user', 'assistant', "
-        "'tool', 'ipython'] %}{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}]"
-        "{{ m.content }}{{ m.tool_calls }}{% endfor %}")
-    chat = [user(), said("", tool_calls=[call({"a": 1})]), {"role": "tool", "content": "1"},
-            {"role": "ipython", "content": "2"}, user("w")]
-    prompt = of(asked, {"prompt": chat}, tmp_path, tokenizer=strict).prompt
-    assert "'arguments': {'a': 1}" in prompt and prompt.endswith("[ipython]2[user]w")
-    assert "no such role" in refusal(
-        asked, {"prompt": [{"role": "bing", "content": "x"}, user()]}, tmp_path, tokenizer=strict)
-
-# Forms of other systems: by the general rule they are refused, and a function of convert.py reads
-# them. (form, the row, its messages; None: a row without)
-CALL = {"name": "f", "arguments": {"a": 1}}
-IMAGE = {"type": "image_url", "image_url": {"url": "u"}}
-TURN = [user(), said("", tool_calls=[call({"a": 1})]), {"role": "tool", "content": "1"}, said()]
-ELSEWHERE = {
-    "llama-factory": ("chats", {"conversations": [
-        {"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(CALL)},
-        {"from": "observation", "value": "1"}, {"from": "gpt", "value": "A"}]}, TURN),
-    "ms-swift": ("chats", {"messages": [
-        user(), {"role": "tool_call", "content": json.dumps([CALL])},
-        {"role": "tool_response", "content": "1"}, said(loss=True)]}, TURN),
-    "openai, 2023": ("chats", {"messages": [user(), said(None, function_call=CALL),
-                                            {"role": "tool", "content": "1"}, said()]}, TURN),
-    "pandas": ("pandas", {"prompt": str([user()]), "reward_model": str({"ground_truth": "5"}),
-                          "extra_info": str({"n": 1})}, [user()]),
-    "alpaca": ("alpaca", {"instruction": "q", "input": "x", "output": "A", "history": [[
-        "one", "two"]]}, [user("one"), said("two"), user("q\nx"), said("A")]),
-    **{f"axolotl, {key}": ("chats", {"messages": [user(), said("no", **{key: off}), user(),
-                                                  said()]}, [user(), said("no"), user(), said()])
-       for key in convert.WEIGHTS for off in [0 if "loss" in key else False]}}
-
-
-# Those whose last message is to learn are read by a part.
-@pytest.mark.parametrize("name", [
-    name for name, (*_, chat) in ELSEWHERE.items() if chat[-1]["role"] == "user"])
-def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
-    row, chat = converted(tmp_path, name, asked)
-    assert row.prompt == template(chat) and row.answer in (None, "5")
-
-
-def converted(tmp_path, name: str, load) -> tuple[data.Row, list[dict]]:
-    """A row of another system, which is refused as it is, and its messages."""
-    form, stored, chat = ELSEWHERE[name]
-    assert refusal(load, stored, tmp_path)
-    return of(load, getattr(convert, form)(stored), tmp_path), chat
-
-
-@pytest.mark.parametrize("row, words", [
-    ({"prompt": [user(), {"role": "assistant", "content": None}, user()]},
-     "message 1 of prompt: its content cannot be used"),
-    ({"prompt": ["q"]}, "message 0 of prompt: its role cannot be used"),
-    ({"prompt": 5}, "the prompt must be text or a list of"),
-    ({"prompt": str([user()])}, "the prompt must be text or a list of"),  # of pandas
-    ({"prompt": [user(), said("", tool_calls=[call({})])]}, "prompt ends with what"),
-    ({"messages": [user(), said()]}, "messages ends with what the assistant says"),
-    ({"prompt": [user() | {"images": ["x.png"]}]}, "no place for images"),
-    ({"instruction": "q", "input": "", "output": "a"}, "such as '{instruction} {input}'"),
-    ({"prompt": "q", "tools": ["f"]}, "tools must be a list of schemas"),
-    ({"prompt": [user("x" * 200), user([{"type": "text", "text": "a"}, IMAGE])]},
-     "message 1 of prompt: its content cannot be used: {'role': 'user', 'content': [{'type"),
-    ({"text": "q", "label": "a"}, "no prompt column in (text, label); it needs prompt, "),
-    ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
-    ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
-    ({"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
-    *(({"prompt": "q", key: ["x"]}, f"no place for {key}")
-      for key in ("videos", "history", "functions"))])
-def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, row, words):
-    assert words in refusal(asked, row, tmp_path)
-
-
-def test_a_role_needs_a_place(tmp_path):
-    deaf = make_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
-                          "{% endif %}{% endfor %}")
-    for role in "developer", "function":
-        chat = {"prompt": [{"role": role, "content": "D"}, user()]}
-        assert of(asked, chat, tmp_path).prompt == template(chat["prompt"])
-        assert f"leaves out the message of role {role}" in refusal(
-            asked, chat, tmp_path, tokenizer=deaf)
-
-
-# ---- what a run says of its rows
-
-def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path):
-    """Data sets write "proof" where there is no answer, and a solution beside it."""
-    def said_of(rows, **flags) -> str:
-        return inputs.what_is_read(asked(store(tmp_path, "jsonl", rows), **flags))
-
-    row = {"problem": "q", "solution": r"s \boxed{7}", "answer": "7"}
-    words = [row | {"answer": word} for word in ("proof", "notfound", "proof", "notfound", "proof")]
-    assert said_of([row, row]) == "2 rows: prompt from problem, answer from answer"
-    assert said_of([row, *words]) == (
-        "6 rows: prompt from problem, answer from answer; answers without a digit: 'proof' 3 "
-        "times, 'notfound' 2 times")
-    nothing = [{"prompt": "q"}, {"prompt": "q", "answer": None}, {"prompt": "q", "answer": " "}]
-    assert said_of([*nothing, row | {"answer": None}]) == (
-        "3 rows: prompt from prompt, no answer; 1 row: prompt from problem, answer from the last "
-        "box of solution")
-    assert said_of([row], prompt_template="{problem}!") == (
-        "1 row: prompt from --prompt_template, answer from answer")
-
-
-# ---- paths
-
-@pytest.mark.parametrize("name", ["me@lab.org", "a:b", "a b", "with:c@d", "@", "x@train"])
-def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
-    (tmp_path / name).mkdir()
-    spec = store(tmp_path / name, "jsonl", [{"prompt": "q"}])
-    assert data.read(spec)[0] == [{"prompt": "q"}]
-    for end in "@train", ":main", "x.jsonl":
-        with pytest.raises(SettingsError):
-            data.read(spec + end)
-
-
-def test_flags_of_files_may_hold_them_too(tmp_path):
-    (tmp_path / "a@b:1 c").mkdir()
-    path = tmp_path / "a@b:1 c/my@re:w.py"
-    path.write_text("def tidy(): pass\n")
-    for weight in "", ":0.5":
-        assert rewards.parse([f"{path}:tidy{weight}"]) == [
-            Part("tidy", float(weight[1:] or 1), str(path))]
-    assert flags.find("loss", f"{path}:tidy") == (path, "tidy")
-    (path.parent / "config.json").write_text("{}")
-    assert inputs.find_model(str(path.parent), flag="model") == str(path.parent)
+def filled(text: str, q="q", a="A", i=0):
+    """Returns the value of a JSON text. i: of it the calls and schemas have different keys, which a
+    table adds to all rows."""
+    arguments, tools = ({("a", "b", "c")[i % 3]: (i, {"h": i}, "x")[i % 3]},
+                        [schema("f", **{f"x{i % 4}": {"type": "t"}})])
+    values = dict(Q=q, A=a, HALF=q[:4], REST=q[4:], I=i, KEY=f"k{i % 3}", TOOLS=tools,
+                  TEXTTOOLS=json.dumps(tools), ARGUMENTS=arguments,
+                  TEXTARGUMENTS=json.dumps(arguments))
+    text = CAPITALS.sub(lambda word: MESSAGES.get(word[0], word[0]), text)
+    return json.loads(CAPITALS.sub(lambda word: json.dumps(values[word[0]]), text))
 
 
 # ---- the sweep: the formats of the field, each in each store
 
-def pair(i: int) -> tuple[str, str]:
-    return f"What is {i} and {i}? é\n", f"It is {2 * i}."
-
-
-def formats(i: int) -> dict[str, tuple[dict, list[dict], dict]]:
-    """name: (a row, its messages, what the template gets beside them). The last message is to
-    learn, if it is the assistant's."""
-    q, a = pair(i)
-    made = call({("a", "b", "c")[i % 3]: (i, {"h": i}, "x")[i % 3]})  # Arrow adds the others' keys
-    tools = [schema("f", **{f"x{i % 4}": {"type": "t"}})]
-    text_call = made | {"function": made["function"] | {
-        "arguments": json.dumps(made["function"]["arguments"])}}
-    turned = [user(q), said("", tool_calls=[made]), {"role": "tool", "content": "3"}, said(a)]
-    openai = [{"role": "user", "content": [{"type": "text", "text": x} for x in (q[:4], q[4:])]},
-              said(None, tool_calls=[text_call]), {"role": "tool", "content": "3"},
-              said(a, weight=1)]
-    return {
-        "trl, standard": ({"prompt": q, "answer": a, "tools": []}, [user(q)], {}),
-        "trl, conversational": ({"prompt": [user(q)], "solution": a}, [user(q)], {}),
-        "prompt and completion": ({"prompt": q, "completion": a}, [user(q), said(a)], {}),
-        "both conversational": ({"prompt": [user(q)], "completion": [said(a)]},
-                                [user(q), said(a)], {}),
-        "messages": ({"messages": turned, "tools": tools}, turned, {"tools": tools}),
-        "openai": ({"messages": openai, "tools": json.dumps(tools)}, turned, {"tools": tools}),
-        "sharegpt": ({"conversations": [{"from": "human", "value": q},
-                                        {"from": "gpt", "value": a}]}, [user(q), said(a)], {}),
-        "sharegpt with a system": (
-            {"system": "S", "conversations": [{"from": "human", "value": q},
-                                              {"from": "gpt", "value": a}]},
-            [{"role": "system", "content": "S"}, user(q), said(a)], {}),
-        "a tool's answer": ({"prompt": turned[:3], "tools": tools}, turned[:3], {"tools": tools}),
-        "verl": ({"data_source": "s", "prompt": [user(q)], "reward_model": {
-            "style": "rule", "ground_truth": a}, "extra_info": {f"k{i % 3}": i}}, [user(q)], {}),
-        "easyr1": ({"problem": q, "answer": a, "images": []}, [user(q)], {}),
-        "alpaca": ({"instruction": q, "input": "", "output": a}, [], {}),
-        "question and answer": ({"question": q, "answer": a}, [user(q)], {})}
+FORMATS = """
+trl, standard | {"prompt": Q, "answer": A, "tools": []} | [USER]
+trl, conversational | {"prompt": [USER], "solution": A} | [USER]
+prompt and completion | {"prompt": Q, "completion": A} | [USER, SAID]
+both conversational | {"prompt": [USER], "completion": [SAID]} | [USER, SAID]
+messages | {"messages": [USER, CALLS, TOOL, SAID], "tools": TOOLS} | [USER, CALLS, TOOL, SAID]
+openai | {"messages": [PARTS, TEXTCALLS, TOOL, WEIGHTED], "tools": TEXTTOOLS}
+    | [USER, CALLS, TOOL, SAID]
+sharegpt | {"conversations": [HUMAN, GPT]} | [USER, SAID]
+sharegpt with a system | {"system": "be brief", "conversations": [HUMAN, GPT]}
+    | [SYSTEM, USER, SAID]
+a tool's answer | {"prompt": [USER, CALLS, TOOL], "tools": TOOLS} | [USER, CALLS, TOOL]
+verl | {"prompt": [SYSTEM, USER], "reward_model": {"style": "rule", "ground_truth": A},
+     "answer": "not it", "data_source": "s", "extra_info": {KEY: I}} | [SYSTEM, USER]
+easyr1 | {"problem": Q, "answer": A, "images": []} | [USER]
+alpaca | {"instruction": Q, "input": "", "output": A} | []
+question and answer | {"question": Q, "answer": A} | [USER]
+"""
 
 
 def stored_formats(tmp_path, n: int):
-    """(name, store, the value of --data, n stored rows, their messages, what the template gets)."""
-    rows = [formats(i) for i in range(n)]
-    for name in rows[0]:
+    """Yields (name, store, the value of --data, n stored rows, their messages, what the template
+    gets beside them). The last message is to learn, if it is the assistant's."""
+    for name, row, messages in table(FORMATS):
+        options = '{"tools": TOOLS}' if "TOOLS" in row else "{}"
+        columns = [[filled(cell, *pair(i), i) for i in range(n)]
+                   for cell in (row, messages, options)]
+        (tmp_path / name).mkdir()
         for kind in STORES:
-            if kind == "csv" and name in ("verl", "easyr1"):  # cells are texts
-                continue
-            (tmp_path / name).mkdir(exist_ok=True)
-            stored, chats, options = zip(*(row[name] for row in rows), strict=True)
-            yield name, kind, store(tmp_path / name, kind, stored), stored, chats, options
+            if kind != "csv" or name not in ("verl", "easyr1"):  # cells are texts
+                yield name, kind, store(tmp_path / name, kind, columns[0]), *columns
 
 
 @pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_formats_of_the_field_in_every_store(tmp_path, n):
-    """Those whose last message is to learn are read by a part."""
+    """Each has transformers' text of its messages, that text's ids, the stored answer and columns:
+    no store changes a type. Those whose last message is to learn are read by a part."""
     for name, kind, spec, stored, chats, options in stored_formats(tmp_path, n):
         if name == "alpaca":
-            with pytest.raises(SettingsError, match="such as '{instruction} {input}'"):
-                asked(spec)
             made = asked(spec, prompt_template="{instruction} {input}")
-            assert made[0].prompt == template([user(f"{pair(0)[0]} ")])
+            chats = [[user(f"{one['instruction']} ")] for one in stored]
+        elif chats[0][-1]["role"] == "assistant":
             continue
-        made = [] if chats[0][-1]["role"] == "assistant" else asked(spec)
-        for row, chat, more, one in zip(made, chats, options, stored, strict=bool(made)):
+        else:
+            made = asked(spec)
+        for i, (row, chat, more, one) in enumerate(zip(made, chats, options, stored, strict=True)):
             assert row.prompt == template(chat, **more), (name, kind)
-            if name == "verl":
-                assert row.answer == one["reward_model"]["ground_truth"]
-                assert row.columns["extra_info"] == one["extra_info"]
+            assert row.prompt_ids == TOKENIZER(row.prompt)["input_ids"] and row.index == i
+            assert row.answer == (None if name in ("alpaca", "a tool's answer") else pair(i)[1])
+            assert row.columns == (in_cells(one) if kind == "csv" else one), (name, kind)
+            assert row.source == one.get("data_source", f"{name}/rows")
+
+
+# ---- one row: understood, or refused
+
+UNDERSTOOD = r"""
+{"prompt": [USER, {"role": "assistant", "content": "see: <think>"}]} | null
+    | "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nsee: <think>"
+{"prompt": "<|im_start|>user\nfinished <think>"} | null | "<|im_start|>user\nfinished <think>"
+{"problem": "q", "solution": "so \\boxed{1}, or rather $\\boxed{\\frac{1}{2}}$."}
+    | "\\frac{1}{2}" | [USER]
+{"problem": "q", "solution": "so \\boxed{1}", "answer": null} | "1" | [USER]
+{"problem": "q", "solution": "no box"} | "no box" | [USER]
+{"problem": "q", "ground_truth": [1, 2]} | [1, 2] | [USER]
+{"problem": "q", "answer": NaN} | null | [USER]
+{"question": "is {answer} a {level}?", "answer": "42", "level": 3} | "42"
+    | [{"role": "user", "content": "is {answer} a {level}? (3) \\boxed{} \\boxed{answer} {}"}]
+    | {"prompt_template": "{question} ({level}) \\boxed{} \\boxed{answer} {}"}
+{"question": "q", "answer": "a", "level": 3} | "a"
+    | [{"role": "user", "content": "q \\frac{1}{level} {\"json\": 1} { answer } {question.x}"}]
+    | {"prompt_template": "{prompt} \\frac{1}{level} {\"json\": 1} { answer } {question.x}"}
+{"prompt": [USER]} | null | [{"role": "user", "content": "think.\\nq"}]
+    | {"prompt_template": "think.\\n{question}"}
+{"nums": [1, 2], "target": 3} | 3 | [{"role": "user", "content": "make 3 of [1, 2]."}]
+    | {"prompt_template": "make {target} of {nums}."}
+{"prompt": "q"} | null | [SYSTEM, USER] | {"system": "be brief"}
+{"prompt": [{"role": "system", "content": "old"}, USER]} | null | [SYSTEM, USER]
+    | {"system": "be brief"}
+{"prompt": "q"} | null | "be brief\n\nq" | {"tokenizer": "none", "system": "be brief"}
+{"prompt": "q", "chat_template_kwargs": {"enable_thinking": false}} | null
+    | "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think></think>"
+{"prompt": [{"role": "developer", "content": "d"}, {"role": "function", "content": "e"}, USER]}
+    | null | [{"role": "developer", "content": "d"}, {"role": "function", "content": "e"}, USER]
+"""
+
+
+@pytest.mark.parametrize("cells", table(UNDERSTOOD))
+def test_a_row_is_understood(tmp_path, cells):
+    """Its columns, --prompt_template and --system, and the template's switches, are this prompt (a
+    text, or messages for the template) and this answer."""
+    row, answer, right, flags = map(filled, [*cells, "{}"][:4])
+    made = of(asked, row, tmp_path, **flags)
+    assert made.prompt == (right if isinstance(right, str) else template(right))
+    assert made.answer == answer and TOKENIZER.decode(made.prompt_ids) == made.prompt
+
+
+def test_a_template_that_asks_for_a_key_has_a_place_for_it(tmp_path):
+    """A template that raises an error without a key or a role of a message reads it."""
+    row = filled('{"prompt": [USER, CALLS, TOOL, {"role": "ipython", "content": "2"}, USER]}')
+    prompt = of(asked, row, tmp_path, tokenizer="strict").prompt
+    assert "'arguments': {'a': 0}" in prompt and prompt.endswith("[ipython]2[user]q")
+
+
+REFUSED = r"""
+message 1 of prompt: its content cannot | {"prompt": [USER, {"role": "user"}, USER]}
+message 1 of prompt: its content cannot be used: {'role': 'user', 'content': [{'type'
+    | {"prompt": [USER, {"role": "user", "content": [{"type": "image_url"}]}]}
+message 0 of prompt: its role cannot be used | {"prompt": ["q"]}
+the prompt must be text or a list of | {"prompt": 5}
+the prompt must be text or a list of | {"prompt": "[{'role': 'user', 'content': 'q'}]"}
+prompt ends with what | {"prompt": [USER, CALLS]}
+messages ends with what the assistant says | {"messages": [USER, SAID]}
+no prompt column in (text, label); it needs prompt, | {"text": "q", "label": "a"}
+such as '{instruction} {input}' | {"instruction": "q", "input": "", "output": "a"}
+surrogates not allowed | {"prompt": "q", "answer": "\ud800"}
+finished chat text | {"prompt": [USER, {"role": "user", "content": "<|im_start|>user\nq"}]}
+finished chat text takes no --system | {"prompt": "<|im_start|>user\nq"} | {"system": "s"}
+the chat template: System role refused | {"prompt": "q"} | {"tokenizer": "no system"}
+--prompt_template '{question} {subject}' must name one or more columns of the row (question, answer
+    | {"question": "q", "answer": "a"} | {"prompt_template": "{question} {subject}"}
+--prompt_template 'Solve.' must name | {"question": "q"} | {"prompt_template": "Solve."}
+must not end in <|im_end|> | {"prompt": "q"} | {"tokenizer": "ends"}
+no place for tools | {"prompt": "q", "tools": TOOLS} | {"tokenizer": "plain"}
+no place for tools | {"prompt": "q", "tools": TOOLS} | {"tokenizer": "none"}
+tools must be a list of schemas | {"prompt": "q", "tools": ["f"]}
+no place for thinking | {"prompt": "q", "chat_template_kwargs": {"thinking": 1}}
+no place for think | {"prompt": "q", "chat_template_kwargs": {"think": 1}}
+an object | {"prompt": "q", "chat_template_kwargs": [1]}
+multiple values | {"prompt": "q", "chat_template_kwargs": {"add_generation_prompt": false}}
+no place for images | {"prompt": [{"role": "user", "content": "q", "images": ["x.png"]}]}
+no place for videos | {"prompt": "q", "videos": ["x"]}
+no place for history | {"prompt": "q", "history": ["x"]}
+no place for functions | {"prompt": "q", "functions": ["x"]}
+no place for bing | {"prompt": [{"role": "bing", "content": "x"}]}
+no place for bing | {"prompt": [{"role": "bing", "content": "x"}]} | {"tokenizer": "comment"}
+no place for train
+    | {"prompt": [{"role": "user", "content": "q", "train": 1}]} | {"tokenizer": "comment"}
+no such role | {"prompt": [{"role": "bing", "content": "x"}, USER]} | {"tokenizer": "strict"}
+leaves out the message of role developer
+    | {"prompt": [{"role": "developer", "content": "d"}, USER]} | {"tokenizer": "hears users"}
+leaves out the message of role function
+    | {"prompt": [{"role": "function", "content": "d"}, USER]} | {"tokenizer": "hears users"}
+"""
+
+
+@pytest.mark.parametrize("cells", table(REFUSED))
+def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, cells):
+    """No row is used without something that it holds: one sentence has its number and says what."""
+    words, *rest = cells
+    row, flags = map(filled, [*rest, "{}"][:2])
+    assert words in refusal(asked, row, tmp_path, **flags)
+
+
+# Forms of other systems: by the general rule they are refused, and a function of convert.py reads
+# them. name: (form, the row, its messages)
+ELSEWHERE = {name: (form, filled(row), filled(messages)) for name, form, row, messages in table(r"""
+llama-factory | chats | {"conversations": [HUMAN, {"from": "function_call",
+     "value": "{\"name\": \"f\", \"arguments\": {\"a\": 0}}"}, {"from": "observation",
+     "value": "3"}, GPT]} | [USER, CALLS, TOOL, SAID]
+ms-swift | chats | {"messages": [USER, {"role": "tool_call",
+     "content": "[{\"name\": \"f\", \"arguments\": {\"a\": 0}}]"}, {"role": "tool_response",
+     "content": "3"}, {"role": "assistant", "content": A, "loss": true}]}
+    | [USER, CALLS, TOOL, SAID]
+openai, 2023 | chats | {"messages": [USER, {"role": "assistant", "content": null,
+     "function_call": {"name": "f", "arguments": ARGUMENTS}}, TOOL, SAID]}
+    | [USER, CALLS, TOOL, SAID]
+pandas | pandas | {"prompt": "[{'role': 'user', 'content': 'q'}]",
+     "reward_model": "{'ground_truth': '5'}", "extra_info": "{'n': 1}"} | [USER]
+alpaca | alpaca | {"instruction": "q", "input": "x", "output": A, "history": [["one", "two"]]}
+    | [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"},
+     {"role": "user", "content": "q\nx"}, SAID]
+""")} | {f"axolotl, {key}": (
+    "chats", {"messages": [user(), said("no", **{key: False}), user(), said()]},
+    [user(), said("no"), user(), said()]) for key in convert.WEIGHTS}
+
+
+def converted(tmp_path, name: str, load) -> tuple[Row, list[dict]]:
+    """Returns a row of another system, which is refused as it is, and its messages."""
+    form, stored, messages = ELSEWHERE[name]
+    assert refusal(load, stored, tmp_path)
+    return of(load, getattr(convert, form)(stored), tmp_path), messages
+
+
+def test_a_form_of_another_system_is_refused_and_converted(tmp_path):
+    """pandas writes objects as Python's text. The other forms are answered: parts read them."""
+    row, messages = converted(tmp_path, "pandas", asked)
+    assert row.prompt == template(messages) and row.answer == "5"
+
+
+# ---- what a run says of its rows
+
+COUNTED = r"""
+[{"prompt": "a"}, {"prompt": "a longer one"}, {"prompt": "  \n"}, {"prompt": "a"}, {"prompt": ""},
+     {"prompt": "b"}, {"prompt": null}, {"prompt": [{"role": "user", "content": " "}]},
+     {"prompt": []}, {"prompt": "a"}] | {"limit": 12} | 4 of 10 prompts kept, 9 to 9 tokens; left
+     out: 1 longer than 12 tokens, 5 empty
+[{"prompt": ""}, {"prompt": "q"}] | {"prompt_template": "solve: {question}"} | 1 of 2 prompts kept
+[{"text": ""}, {"text": "q"}] | {"prompt_template": "{text}"} | 1 of 2 prompts kept
+[{"prompt": "aaaaa"}, {"prompt": "aaaaaaa"}] | {"limit": 13} | 1 of 2 prompts kept
+[{"prompt": "aaaaa"}, {"prompt": "aaaaaaa"}] | {"limit": 12} | no prompt is left; the shortest has
+     more than 12 tokens: --max_prompt_tokens 13 keeps it, 15 keeps all.
+[{"prompt": " "}] | {} | all 1 prompts are empty
+[{"prompt": "q"}, {"text": "q"}] | {} | rows.jsonl, row 2: no prompt column
+"""
+
+
+@pytest.mark.parametrize("rows, flags, words", table(COUNTED))
+def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, rows, flags, words):
+    """A row that asks nothing, also behind a template's own words, is no prompt; as long as the
+    limit is allowed; a run without any prompt is refused with the limits that would work."""
+    spec = store(tmp_path, "jsonl", filled(rows))
+    if "prompts kept" in words:
+        assert words in load(spec, **filled(flags))[1]
+    else:
+        assert words in sentence(load, spec, **filled(flags))
+
+
+READ = r"""
+[{"problem": "q", "answer": "7"}, {"problem": "q", "answer": "proof"},
+     {"problem": "q", "answer": "proof"}, {"problem": "q", "answer": "never"}] | 4 rows: prompt from
+     problem, answer from answer; answers without a digit: 'proof' 2 times
+[{"prompt": "q"}, {"prompt": "q", "answer": null}, {"prompt": "q", "answer": " "},
+     {"problem": "q", "solution": "s \\boxed{7}"}] | 3 rows: prompt from prompt, no answer; 1 row:
+     prompt from problem, answer from the last box of solution
+[{"problem": "q", "answer": "7"}] | 1 row: prompt from --prompt_template, answer from answer
+    | {"prompt_template": "{problem}!"}
+"""
+
+
+@pytest.mark.parametrize("cells", table(READ))
+def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path, cells):
+    """Data sets write "proof" where there is no answer, and a solution beside it."""
+    rows, words, *flags = cells
+    made = asked(store(tmp_path, "jsonl", filled(rows)), **filled(*flags or ["{}"]))
+    assert inputs.what_is_read(made) == words
+
+
+# ---- files, names and functions
+
+LONG, TWO = "x" * 200_000, [{"a": 1}, {"a": 2}]
+FILES = [  # name, content, rows or words
+    ("a.json", '\n[{"a": 1},\n{"a": 2}]', TWO), ("a.json", '{\n "a": 1\n}\n{"a":\n2}', TWO),
+    ("a.jsonl", '\ufeff{"a": "one\u2028line\x85 "}\r\n\r\n', [{"a": "one\u2028line\x85 "}]),
+    ("a.jsonl", '{"a": "1", "b": "2026-01-31"}\n{"a": 1.0, "c": {}}',
+     [{"a": "1", "b": "2026-01-31"}, {"a": 1.0, "c": {}}]),
+    ("a.csv", f'\ufeffa,b\r\n"x, ""y""\r\nz",007\r\n\r\nNA,\r\n{LONG},1\n',
+     [{"a": 'x, "y"\r\nz', "b": "007"}, {"a": "NA", "b": None}, {"a": LONG, "b": "1"}]),
+    ("a.jsonl", '{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "Expecting ',' delimiter: line 4 column 1"),
+    ("a.jsonl", '{"a": 1}\nnull\n', "row 2 is not a JSON object"),
+    ("a.parquet", "PAR1 no table", "cannot be loaded: ArrowInvalid: "),
+    ("a.csv", "a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
+    ("a.csv", 'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
+    ("a.jsonl.gz", "", "or does not end in .jsonl, .json, .parquet, .csv."),
+    ("pipe.csv", None, "is no file on this machine"),  # it would be read for ever
+    ("a.csv", "a,b\n", "has no rows")]
+
+
+@pytest.mark.parametrize("folder", ["rows", "me@lab: x@train"])  # what a split begins with
+@pytest.mark.parametrize("name, content, what", FILES)
+def test_a_file_is_read_as_it_is_written_or_its_mistake_is_named(
+        tmp_path, folder, name, content, what):
+    """No type is guessed; a sentence has the file and the place in it."""
+    (path := tmp_path / folder / name).parent.mkdir()
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content.encode())
+    if isinstance(what, list):
+        assert str(data.read(str(path))) == str((what, f"{folder}/a"))
+        assert "is no file" in sentence(data.read, f"{path}@train.csv")
+    else:
+        message = sentence(data.read, str(path))
+        assert message.startswith(str(path)) and what in message and len(message) < 600
+
+
+def test_a_map_of_a_parquet_file_is_a_list_of_pairs(tmp_path):
+    """As pyarrow has it: it is no struct with keys of other rows."""
+    import pyarrow as pa
+    import pyarrow.parquet
+    kind = pa.map_(pa.string(), pa.int64())
+    pa.parquet.write_table(pa.table({"map": pa.array([[("k", 1)]], kind)}), tmp_path / "a.parquet")
+    assert data.read(f"{tmp_path}/a.parquet")[0] == [{"map": [("k", 1)]}]
+
+
+def test_a_hub_name_says_what_to_load(monkeypatch):
+    """name[:config][@split], of the split train if it names none."""
+    import datasets
+    calls = []
+
+    def load_dataset(*name, split):  # the cache of the library
+        calls.append([*name, split])
+        return datasets.Dataset.from_list([QA])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for end in ("", "@test", ":main@train[:2]"):
+        assert data.read("openai/gsm8k" + end) == ([QA], "openai/gsm8k")
+    assert [rest for _, *rest in calls] == [[None, "train"], [None, "test"], ["main", "train[:2]"]]
+
+
+def test_importing_does_nothing_and_offline_is_one_sentence(tmp_path):
+    """In a process of its own: the libraries read HF_HUB_OFFLINE at import."""
+    command = ("import sys, data\n"
+               "print({'datasets', 'reasoning_gym', 'transformers', 'pyarrow'} & {*sys.modules})\n"
+               "try: data.read('gsm8k_main')\n"
+               "except data.SettingsError as error: print(error)")
+    output = subprocess.check_output(
+        [sys.executable, "-c", command], cwd=tmp_path, text=True, env=os.environ | {
+            "PYTHONPATH": str(data.ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": f"{tmp_path}/hf"})
+    assert output.startswith("set()\ngsm8k_main cannot be loaded: ") and output.count("\n") == 2
+    assert "Hub (OfflineModeIsEnabled)" in output
+
+
+def test_a_folder_is_refused_with_the_function_that_reads_it(tmp_path):
+    """The function of the sentence reads what save_to_disk wrote."""
+    import datasets
+    datasets.Dataset.from_list([QA]).save_to_disk(tmp_path / "saved")
+    message = sentence(data.read, f"{tmp_path}/saved")
+    code = message.partition("`")[2].rpartition("`")[0].replace("FOLDER", f"{tmp_path}/saved")
+    (tmp_path / "mine.py").write_text(f"import datasets\n{code}\n")
+    assert data.read(f"{tmp_path}/mine.py:rows") == ([QA], "mine.py:rows")
+
+
+OWN = """
+def drawn(seed): yield {"prompt": seed}
+def listed(seed): return list(drawn(seed))
+def empty(seed): return []
+def texts(seed): return [{"prompt": "a"}, "b"]
+def broken(seed): return [{}[seed]]
+def without(): return [{"prompt": "a"}]
+"""
+
+
+@pytest.mark.parametrize("name, words", [
+    ("empty", "it gave none"), ("broken", "(7)"), ("gone", "no attribute 'gone'"),
+    ("texts", "row 2 is 'b', which is no dict"), ("without", "takes 0 positional arguments but 1")])
+def test_a_function_of_a_seed_gives_the_rows_or_a_sentence_names_it(tmp_path, name, words):
+    """It returns or yields dicts, in the place of a file; --data FILE.py:NAME."""
+    (tmp_path / "own.py").write_text(OWN)
+    for good in "drawn", "listed":
+        assert data.read(f"{tmp_path}/own.py:{good}", 7) == ([{"prompt": 7}], f"own.py:{good}")
+    message = sentence(data.read, spec := f"{tmp_path}/own.py:{name}", 7)
+    assert message.startswith(f"{spec} must be a function") and words in message
+    assert "there is no file nowhere.py here or in" in sentence(data.read, "nowhere.py:rows")
+
+
+# ---- rows that are generated
+
+def test_tiny_rows():
+    """Of the seed, the task and the split: the test split has no question of the train split."""
+    rows, name = data.read("tiny:sort@train", seed=5)
+    assert data.read("tiny", seed=5) == (rows, "tiny") and name == "tiny/sort"
+    train, other, test = ({row["question"] for row in data.read(spec, seed)[0]}
+                          for spec, seed in (("tiny", 5), ("tiny", 6), ("tiny@test", 5)))
+    assert len(train) == len(test) == 1000 and not train & test and train != other
+    message = sentence(data.read, "tiny:srt")
+    assert "no such rows: tiny:srt@train; tiny has sort, " in message and "train and" in message
+
+
+def test_reasoning_gym_rows_are_those_of_the_seed_and_the_split_alone(monkeypatch):
+    """ransom_note iterates over sets of strings; list_functions uses the global generator. Puzzle i
+    is made from seed + i: the library's seeds 1 and 2 would share all puzzles but one. Of
+    game_of_life_halting any text that is not empty would be right."""
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    found = {task: crc32(repr(data.read(f"reasoning_gym:{task}", 1)[0][:40]).encode())
+             for task in ("ransom_note", "list_functions")}
+    assert found == {"ransom_note": 1851662582, "list_functions": 1094492425}  # 0.1.25
+    one, test = ({row["question"] for row in data.read(f"reasoning_gym:{spec}", 1)[0]}
+                 for spec in ("gcd", "gcd@test"))
+    assert len(one) > 900 and len(one & test) < 50  # by chance: about 5
+    for task, words in (("spell_backwrd", "cannot be generated: "), (
+            "game_of_life_halting", "cannot be learned: the library's scorer gives full")):
+        assert f"{task} {words}" in sentence(data.read, f"reasoning_gym:{task}")
+
+
+def test_countdowns_rows_can_be_solved():
+    """Some expression of a row's numbers reaches its target, by a search over all."""
+    for row in countdown.rows(0, 8):
+        tried = (reduce("({0}{1[0]}{1[1]})".format, zip(signs, nums[1:], strict=True), nums[0])
+                 for nums in permutations(row["nums"])
+                 for signs in product("+-*/", repeat=len(nums) - 1))
+        assert any(countdown.countdown(text, **row) for text in tried)
+    assert [*countdown.rows(0, 99)] == [*countdown.rows(0, 99)] != [*countdown.rows(1, 99)]
+
+
+# ---- order
+
+@given(n=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(-2**70, 2**70),
+       stop=st.integers(0, 999))
+def test_an_epoch_is_every_row_once_from_any_place(n, batch, seed, stop):
+    """Each of three epochs is a permutation of the rows in steps of a batch, with a rest; no
+    position stands twice; a Stream that is resumed from its state goes on with the same prompts."""
+    stream, resumed, drawn = Stream(fakes.rows(n), seed), Stream(fakes.rows(n), seed), []
+    for _ in range(3 * -(-n // batch)):
+        drawn.append((stream.state_dict(), stream.next(batch)))
+    prompts = sum((step for _, step in drawn), [])
+    assert [prompt.position for prompt in prompts] == [*range(3 * n)] and stream.epoch == 3
+    for start in 0, n, 2 * n:
+        assert {prompt.row.index for prompt in prompts[start:start + n]} == {*range(n)}
+    assert {len(step) for _, step in drawn} <= {batch, n % batch or batch}
+    drawn = drawn[stop % len(drawn):]
+    resumed.load_state_dict(drawn[0][0])
+    assert all(resumed.next(batch) == step for _, step in drawn)
+
+
+def test_epochs_and_seeds_have_their_own_order_and_it_is_this_one():
+    """A change would make every unfinished run resume into other data."""
+    streams = [Stream(fakes.rows(8), seed) for seed in (0, 1)]
+    orders = [[p.row.index for p in stream.next(8)] for stream in streams for _ in range(5)]
+    assert len({*map(tuple, orders)}) == 10 and orders[5] == [5, 0, 1, 4, 2, 6, 3, 7]
