@@ -138,18 +138,15 @@ def progress(run: Path) -> int:
 
 # ---- the command ----
 
-def kill(attempt: Attempt, run: Path, at: int, rng, starting: float, stepping: float) -> str:
-    """Waits until the run has about `at` steps and ends some of its processes → what was done.
-    starting, stepping: the seconds that an unkilled run takes to start, and for a step."""
+def kill(attempt: Attempt, run: Path, at: int, rng) -> str:
+    """Waits until the run has about `at` steps and ends some of its processes → what was done."""
     when = rng.choice(["step", "step", "save", "start"])
-    if when == "start":
-        time.sleep(rng.uniform(0, starting))
-    else:
-        attempt.printed("step ", 600)  # this attempt's own, not an earlier one's
+    if when != "start":
+        attempt.printed("step ")  # this attempt's own, not an earlier one's
         attempt.until(lambda: progress(run) >= at)
         if when == "save":
             attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
-        time.sleep(rng.uniform(0, 0.05 if when == "save" else 2 * stepping))
+    time.sleep(rng.uniform(0, {"start": 12, "step": 1, "save": 0.05}[when]))
     number, pids = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
     targets = ["a rank", "a rank", "all ranks"] + ["torchrun"] * (number == signal.SIGTERM)
     target, done = rng.choice(targets), progress(run)
@@ -173,32 +170,27 @@ def main() -> None:
     a, flags = parser.parse_known_args()
     cwd = Path(tempfile.mkdtemp(prefix="faults-"))
     steps, rng = 2 * a.kills + 8, random.Random(a.seed)
+    whole, run, latest = cwd / "runs/alone", cwd / "runs/killed", 0
+    print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, in {cwd}", flush=True)
 
-    def start(name):
-        return Attempt(cwd, "--model", model(a.task), "--name", name, "--steps", str(steps), *flags,
-                       script=a.script, ranks=a.ranks)
+    def start(folder):
+        return Attempt(cwd, "--model", model(a.task), "--name", folder.name, "--steps", str(steps),
+                       *flags, script=a.script, ranks=a.ranks)
 
-    def end(attempt):
-        status, text = attempt.end()
+    def end(folder):
+        status, text = start(folder).end()
         assert status == 0, text[-3000:]
 
-    print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, in {cwd}", flush=True)
-    alone, began = start("alone"), time.monotonic()
-    alone.printed("step ")
-    starting = time.monotonic() - began
-    end(alone)
-    whole, run, latest = cwd / "runs/alone", cwd / "runs/killed", 0
-    rows = [json.loads(row) for row in (whole / "metrics.jsonl").read_text().splitlines()]
-    stepping = sum(row.get("time/step", 0) for row in rows) / steps
+    end(whole)
     for i in range(a.kills):
-        attempt = start("killed")
-        said = kill(attempt, run, 2 * i + 1, rng, starting, stepping)
+        attempt = start(run)
+        said = kill(attempt, run, 2 * i + 1, rng)
         status, text = attempt.end()
         kept = int(last(run).name[5:]) if list((run / "checkpoints").glob("step_*[0-9]")) else 0
         print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {kept}", flush=True)
         assert kept >= latest, f"a checkpoint was lost: {latest} was there\n{text[-3000:]}"
         latest = kept
-    end(start("killed"))
+    end(run)
     found = differences(whole, run)
     print("\n".join(found) or f"{a.kills} of {a.kills} kills survived; metrics, samples, weights "
           "and AdamW's state are those of the run that was not killed, bit for bit")

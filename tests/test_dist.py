@@ -1,10 +1,9 @@
 """No rank decides alone: splits that all ranks agree on, collectives on real processes, and how
 ranks start, fail and end. Batches are cut here too, because that is how ranks share them."""
-import json
 import os
+import re
 import socket
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from batch import KEYS, balance, cut, packed_tokens
 from dist import assert_divisible, share
 from errors import SettingsError
 from forked import PYTHON
-from log import NotWritten
 
 # ---- splits: pure functions ----
 
@@ -154,38 +152,6 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout(monkeypatch):
 
 # ---- the end ----
 
-@pytest.mark.parametrize("ending, status, words", [
-    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This goes on: ./run.sh --name x\n"),
-    (SettingsError("a sentence"), 2, "error: a sentence\n"),
-    (NotWritten("a sentence"), 1, "error: a sentence\n"),
-    (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback")])
-def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words):
-    """With its status; a mistake of the user is a sentence, a bug has its traceback, and torchrun
-    finds either in its error file."""
-    def main():
-        if isinstance(ending, int):
-            return ending
-        raise ending
-
-    def leave(status):
-        raise SystemExit(status)
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("faulthandler.enable", lambda **options: None)
-    monkeypatch.setattr(dist.os, "_exit", leave)
-    monkeypatch.setattr(dist.World, "joined", SimpleNamespace(again="./run.sh --name x"))
-    with pytest.raises(SystemExit) as ended:
-        dist.run(main)
-    said, traced = capsys.readouterr().err, isinstance(ending, ValueError)
-    assert ended.value.code == status and (said.startswith(words) if traced else said == words)
-    if isinstance(ending, Exception):
-        told = json.loads((tmp_path / "error.json").read_text())["message"]
-        assert told["message"].endswith(str(ending))
-        assert ("Traceback" in told["extraInfo"]["py_callstack"]) == (
-            not isinstance(ending, SettingsError))
-
-
 RESTARTED = f"""
 import os, sys
 sys.path.insert(0, {str(dist.__file__).removesuffix("dist.py")!r})
@@ -206,9 +172,9 @@ dist.run(main)
 
 
 def test_a_rank_that_fails_ends_all_and_torchrun_starts_them_again(tmp_path):
-    """One rank is killed, all raise the same sentence, one has a bug: each time one text says why.
-    The ranks of a restart meet, although torchrun's store still has the old addresses, and know
-    when the run began."""
+    """One rank is killed, all raise the same sentence, one has a bug: each time one text says why,
+    and the status is that of the cause. The ranks of a restart meet, although torchrun's store
+    still has the old addresses, and know when the run began."""
     (tmp_path / "main.py").write_text(RESTARTED)
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--local_addr=127.0.0.1", "--nproc_per_node=3",
@@ -220,3 +186,4 @@ def test_a_rank_that_fails_ends_all_and_torchrun_starts_them_again(tmp_path):
     assert len(began) == 3 and len({*began}) == 1, done.stdout
     said = [line for line in lines if line.startswith(("error: ", "[rank "))]
     assert [*dict.fromkeys(said)] == ["error: a sentence", "[rank 2] failed:"], done.stdout
+    assert {"-9", "2", "1"} <= {*re.findall(r"exitcode: (-?\d+)", done.stdout)}, done.stdout

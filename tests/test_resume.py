@@ -1,6 +1,5 @@
 """Exact resume: a run that is killed at any instant goes on to the same numbers, bit for bit; what
 a kill or a full disk leaves is whole or absent; a resume that would be another run is refused."""
-import copy
 import json
 import os
 import re
@@ -12,13 +11,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
 import fakes
@@ -26,10 +25,8 @@ import faults
 import grpo
 import log
 import ranks
-import texts
 from data import Row
 from errors import SettingsError
-from examples import tiny
 from fakes import SCRIPTS
 from faults import ROOT, Attempt, differences, last, metrics, progress
 from settings import changed, values_of
@@ -60,7 +57,7 @@ def write_rows(path: Path, never: int = 0) -> None:
 
 # ---- any kill is no kill
 
-DATE = "{{ '<|im_start|>system\n' + strftime_now('%Y%m%d') + '<|im_end|>\n' }}"
+DATE = "{% set form = '%Y%m' ~ '%d' %}{{ '<|im_start|>system ' ~ strftime_now(form) ~ '\n' }}"
 
 
 def dated_model(folder: Path) -> Path:
@@ -221,54 +218,40 @@ def test_a_run_that_is_asked_to_end_saves_and_ends(start, tmp_path, how):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_another_value_of_any_flag_is_refused_or_said(script, tmp_path):
-    other_values(SCRIPTS[script], tmp_path)
-
-
-def other_values(script, tmp_path):
-    """Tries another value of each flag of a script. What is fixed is a flag, or a fact of the
-    data, the models and the script."""
-    flags, fixed = values_of(script.Args()), checkpoint.fixed(script.Args())
-    assert fixed - {*flags} == {"script", "rows", "model_files", "reference_files", "precision"}
-    state = {"step": 7, "settings": json.loads(json.dumps(flags))}
-    for name, value in flags.items():
-        saved = checkpoint.Saved(tmp_path / "step_7", copy.deepcopy(state))
+    """What is fixed is a flag, or a fact of the data, the models and the script."""
+    args = SCRIPTS[script].Args()
+    values, fixed = values_of(args), checkpoint.fixed(args)
+    assert fixed - {*values} == {"script", "rows", "model_files", "reference_files", "precision"}
+    kept = json.loads(json.dumps(values))
+    saved = checkpoint.Saved(tmp_path / "step_7", {"step": 7, "settings": kept})
+    for name, value in values.items():
         other = {bool: not value, tuple: ["another"], str: "another"}.get(type(value), 17)
         if name in fixed:
             with pytest.raises(SettingsError) as caught:
-                checkpoint.check(saved, flags | {name: other}, flags, fixed)
-            assert f"{name} was {state['settings'][name]} and is now {other}. Would work: those " \
-                   "of before, or another --name." in str(caught.value)
+                checkpoint.check(saved, values | {name: other}, values, fixed)
+            assert (f"{name} was {kept[name]} and is now {other}. Would work: those of before, or "
+                    "another --name.") in str(caught.value)
         else:
-            said = checkpoint.check(saved, flags | {name: other}, flags, fixed).changed
-            now, old = map(checkpoint.words, (other, state["settings"][name]))
+            said = checkpoint.check(saved, values | {name: other}, values, fixed).changed
+            now, old = map(checkpoint.words, (other, kept[name]))
             assert said == [f"resumed with --{name} {now} (was {old}) from step 8 on"]
-    assert checkpoint.check(saved, flags, flags).changed == []
+    assert checkpoint.check(saved, values, values).changed == []
     with pytest.raises(SettingsError, match="group was .*; seed was"):  # all in one sentence
-        checkpoint.check(saved, flags | {"group": 99, "seed": 99})
-
-
-def rows(kind=Row, **changes) -> list[Row]:
-    """Three; the second one is of this kind, with these changes."""
-    made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
-            for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    made[1] = kind(**vars(made[1]) | changes)
-    return made
+        checkpoint.check(saved, values | {"group": 99, "seed": 99})
 
 
 @pytest.mark.parametrize("changes", [
     dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9})])
 def test_another_row_is_refused_and_named(tmp_path, changes):
-    another_row(tmp_path, **changes)
-
-
-def another_row(tmp_path, **changes):
-    """A resume with these changes in the second row is refused: it is row 3 of the file."""
-    settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
+    """By its number in the file, of which some rows were too long."""
+    rows = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
+            for i in (0, 2, 5)]
+    settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows)}
     saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
     assert checkpoint.check(saved, settings).changed == []
-    again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
+    rows[1] = replace(rows[1], **changes)
     with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
-        checkpoint.check(saved, again)
+        checkpoint.check(saved, settings | {"row_digests": checkpoint.row_digests(rows)})
 
 
 def test_weights_have_another_digest_if_one_number_or_the_size_differs(tmp_path):
@@ -293,26 +276,6 @@ def test_what_becomes_of_rates_and_weights_is_said():
     ppo, state = fakes.args("ppo", kl_reward_coef=0.3, kl_target=0.1), {"kl_coef": 0.07}
     for before, goes_on in (0.3, 0.07), (0.1, 0.3):  # an adapted coefficient; a new flag
         assert checkpoint.kl_coef(ppo, state | {"settings": {"kl_reward_coef": before}}) == goes_on
-
-
-@pytest.mark.parametrize("template", [
-    "{%- if not date is defined %}{%- set date = strftime_now('%d %b %Y') %}{%- endif %}{{ date }}",
-    "{% macro turn(m) %}{{ strftime_now(format='%H:%M') + m['content'] }}{% endmacro %}"
-    "{{ turn(messages[0]) }}", "\n{{ strftime_now('%-d %-m %I %p %j %A|100%') }}",
-    "{% set now = strftime_now %}{{ now(('%d', '%b') | join) ~ strftime_now (format = \"%H\") }}"])
-def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch):
-    """As transformers would have written it then."""
-    then, chat = datetime(2024, 2, 3, 4, 5, 6), [{"role": "user", "content": "x"}]
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime",
-                        SimpleNamespace(now=lambda: then))
-    expected = render_jinja_template([chat], chat_template=template)[0]
-    monkeypatch.undo()
-    tokenizer = tiny.make_tokenizer()
-    for tokenizer.chat_template in template, {"default": template, "tool_use": ""}:
-        assert texts.templated(chat, tokenizer, {}) != expected[0]
-        tokenizer.clock = then.strftime
-        assert texts.templated(chat, tokenizer, {}) == expected[0]
-        del tokenizer.clock
 
 
 # ---- checkpoints: whole or absent, and the newest is found
@@ -346,7 +309,7 @@ def test_the_newest_checkpoints_are_kept_and_found_by_their_numbers(tmp_path):
     assert newest(steps=10).path == newest(steps=9, eval_only=True).path == saved.path
     for change, words in (
             (lambda path: None, "--steps 9: .*step_10 .* Would work: --steps 10"),
-            (lambda path: os.truncate(path, 9), "step_10/state.json is damaged.*without"),
+            (lambda path: os.truncate(path, 9), "state.json is damaged, as after a crash.*without"),
             (Path.unlink, "step_10/state.json cannot be read")):
         change(saved.path / "state.json")
         with pytest.raises(SettingsError, match=words):
@@ -475,14 +438,3 @@ def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch
     log.write_whole(tmp_path / "done.json", "{}")
     fill(SimpleNamespace(folder=tmp_path))
     assert order == ["fsync", "rename"] * 2
-
-
-@pytest.mark.parametrize("file, content, words", [
-    ("done.json", b"", "done.json is damaged, as after a crash of the machine (Expecting value"),
-    ("metrics.jsonl", b'{"step": 1}\n{"st\n{"step": 3}\n', "without line 2 of {0}/metrics.jsonl."),
-    ("args.json", b"\xff", "Would work: without {0}/args.json.")])
-def test_a_damaged_file_is_one_sentence(tmp_path, file, content, words):
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(SettingsError) as error:
-        log.read(tmp_path / file)
-    assert words.format(tmp_path) in str(error.value) and "\n" not in str(error.value)

@@ -228,7 +228,7 @@ def test_an_evaluation_is_of_all_rows_and_of_each_source(made):
                 reward=mean(s["reward"] for s in every),
                 groups_equal=1 - len(kept_of(every)) / len(some))
             assert {name: row[prefix + name] for name in expected} == pytest.approx(expected)
-            assert row[f"{prefix}pass@1_low"] < expected["pass@1"] < row[f"{prefix}pass@1_high"]
+            assert row[f"{prefix}pass@1_low"] <= expected["pass@1"] < row[f"{prefix}pass@1_high"]
 
 
 def test_it_ends_graded_and_leaves_what_the_pages_list(made):
@@ -243,11 +243,12 @@ def test_it_ends_graded_and_leaves_what_the_pages_list(made):
                   "evaluation after 0 steps: pass@1 ",
                   "reward, first 3 and last 10 of 13 steps: 0.", "the run is in runs/x/"):
         assert text.count(words) == 1, (words, text)
-    assert not re.search("Warning|WARNING|INFO", text.split("torch.distributed.elastic")[0]), text
+    assert not (reached and re.search("Warning|WARNING|INFO", text)), text
     page = (ROOT / "docs/reference/metrics_and_files.md").read_text()
     cells = "".join(re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE))
     named = re.sub("[A-Z]+|(?<=@)k", ".+", "|".join(re.findall("`(.+?)`", cells)))
-    assert not [name for row in made.rows for name in row if not re.fullmatch(named, name)]
+    names = {re.sub("eval/[ab]/", "eval/", name) for row in made.rows for name in row}
+    assert not [name for name in names if not re.fullmatch(named, name)]
     expected = {"seed": SEED, "lr": 1e-3, "ranks": 2, "name": "x", "script": f"{made.script}.py"}
     assert expected.items() <= read(folder / "args.json").items()
     assert read(folder / "args.json")["versions"]["torch"].startswith("2.")
@@ -326,7 +327,7 @@ def test_a_run_that_is_there_goes_on_or_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given, missed", [
-    ({"target_reward": (0.1, 0.9), "target_eval": (0.05, 0.97)}, []),
+    ({"target_reward": (0.11, 0.9), "target_eval": (0.05, 0.97)}, []),
     ({"target_reward": (0.05, 0.9), "target_eval": (0.05, 0.99)},
      ["--target_reward", "--target_eval"]),
     ({"target_reward": (0.2, 0.99), "target_eval": (0.01, 0.97)},
