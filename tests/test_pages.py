@@ -1,5 +1,6 @@
 """The pages are true where that can be run: their links lead somewhere, what they name is there,
 their commands run and print the lines below them, and their numbers are those of the files."""
+import importlib
 import inspect
 import json
 import re
@@ -22,7 +23,7 @@ from examples import tiny
 from fakes import SCRIPTS
 from forked import PYTHON
 from results import environments, roads, table
-from settings import values_of
+from settings import changed, values_of
 from shapes import in_cache
 from tracked import ROOT, tracked
 
@@ -31,7 +32,10 @@ TEXT = {name: (ROOT / name).read_text() for name in FILES if re.fullmatch(
     r"(README|CONTRIBUTING|AGENTS)\.md|docs/.*\.md|(exercises|parts/\w+)/README\.md", name)}
 FIRST = ["README.md", *(f"docs/use/{name}.md" for name in ("start", "recipes", "troubleshooting")),
          *(name for name in TEXT if name.startswith("parts/"))]
-FLAGS = {name for script in SCRIPTS.values() for name in values_of(script.Args())}
+OF_PARTS = [importlib.import_module(name.removesuffix(".py").replace("/", ".")) for name in FILES
+            if re.fullmatch(r"parts/\w+/\w+\.py", name)
+            and "class Args(" in (ROOT / name).read_text()]
+FLAGS = {name for script in [*SCRIPTS.values(), *OF_PARTS] for name in values_of(script.Args())}
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
           "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time",
@@ -183,7 +187,7 @@ def test_a_command_prints_the_lines_that_stand_below_it(page, block, tmp_path):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
         done = subprocess.run([PYTHON, *torchrun * (size > 1), ROOT / "grpo.py", *words.split()],
                               cwd=tmp_path, text=True, capture_output=True, timeout=900)
-        assert done.returncode == 0 or "--plan" in words, done.stderr
+        assert done.returncode == 0 or "--steps" not in words, done.stderr
         return " ".join((done.stdout + done.stderr).split())
 
     found = printed(given)
@@ -203,19 +207,20 @@ def test_the_idea_of_the_readme_stands_in_learn():
             code = code.partition(f"{shown}\n")[2]
 
 
-def test_the_forks_and_the_first_task_run(tmp_path):
+def test_the_forks_and_the_first_task_run(tmp_path, monkeypatch):
     """Each file that the README or the page of the first task makes is as the style wants it, and
-    is accepted by the plan with its flags. The loss has the shape and the metrics of clip's."""
+    its flags are accepted. The loss has the shape and the metrics of clip's."""
     found = re.findall(r"```\ncat > (\w+\.py) <<'END'\n(.*?)^END\n\./run\.sh (.*?)\n```",
                        TEXT["README.md"], re.S | re.M)
     start = TEXT["docs/use/start.md"]
     task = re.search("```python\n(.*?)```", start, re.S)[1]
     command, = re.findall(r"^python grpo.py (--plan .*)$", start, re.M)
+    monkeypatch.chdir(tmp_path)
     names = {}
     for name, text, given in [*found, ("mine.py", task, command)]:
         (tmp_path / name).write_text(text)
-        ranks.script(ROOT / "grpo.py", "--max_tokens", "16", *given.split(), *(
-            ["--plan"] if "--plan" not in given else []), cwd=tmp_path)
+        args = tyro.cli(grpo.Args, args=given.split(), config=(tyro.conf.OmitArgPrefixes,))
+        assert not plan.problems(changed(args, lr=1e-3), 1), given
         exec(text, names)
     subprocess.run([sys.executable, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml",
                     tmp_path], check=True)
