@@ -339,7 +339,7 @@ def test_ranks_that_share_no_folder_are_told_and_decide_together(tmp_path):
 def opened(folder: Path, start: int = 0, **more):
     """The log of a run that goes on after `start` steps, until its process ends."""
     it = log.Log(folder, fakes.World(), 5)
-    it.open({"lr": 0.1, "began": "2026-01-02"} | more, "the plan", start)
+    it.open({"seed": 0, "began": "2026-01-02"} | more, "the plan", start)
     yield it
     it.lock.close()
 

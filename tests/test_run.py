@@ -30,7 +30,7 @@ from fakes import SCRIPTS
 from faults import ROOT
 from log import is_evaluation, read
 from rollout import Request, hash_seed
-from tools import compare, score
+from tools import score
 
 P, G, ROWS, STEPS, SEED = 4, 3, 10, 13, 7
 
@@ -326,21 +326,17 @@ def test_a_run_that_is_there_goes_on_or_is_refused(tmp_path, monkeypatch):
             call()
 
 
-@pytest.mark.parametrize("given, missed", [
-    ({"target_reward": (0.11, 0.9), "target_eval": (0.05, 0.97)}, []),
-    ({"target_reward": (0.05, 0.9), "target_eval": (0.05, 0.99)},
-     ["--target_reward", "--target_eval"]),
-    ({"target_reward": (0.2, 0.99), "target_eval": (0.01, 0.97)},
-     ["--target_reward", "--target_eval"])])
-def test_a_run_is_graded_by_both_ends_of_both_numbers(capsys, given, missed):
+@pytest.mark.parametrize("reward, passed, missed", [
+    ((0.11, 0.9), (0.05, 0.97), []), ((0.05, 0.9), (0.05, 0.99), ["reward", "eval"]),
+    ((0.2, 0.99), (0.01, 0.97), ["reward", "eval"])])
+def test_a_run_is_graded_by_both_ends_of_both_numbers(capsys, reward, passed, missed):
     it = log.Log(Path(), fakes.World(), 13)
-    steps = [{"reward/mean": reward, "time/step": 1.0, "rollout/tokens": 7}
-             for reward in [0.0, 0.1, 0.2] + [0.95] * 10]
-    it.rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *steps, {"eval/rows": 9, "eval/pass@1": 0.97}]
-    assert log.grade(it, flags.RunArgs(**given)) == bool(missed)
-    said = capsys.readouterr()
-    assert [line.split()[1].strip(":") for line in said.err.splitlines()] == missed
-    assert "held-out pass@1, before and after: 0.050 -> 0.970" in said.out
+    steps = [{"reward/mean": value, "time/step": 1.0, "rollout/tokens": 7}
+             for value in [0.0, 0.1, 0.2] + [0.95] * 10]
+    before, after = ({"eval/rows": 9, "eval/pass@1": value} for value in (0.05, 0.97))
+    it.rows = [before, *steps, after]
+    assert log.grade(it, SimpleNamespace(target_reward=reward, target_eval=passed)) == bool(missed)
+    assert re.findall(r"^missed --target_(\w+)", capsys.readouterr().err, re.M) == missed
 
 
 @pytest.mark.parametrize("rate, n", [(0.02, 1), (0.5, 4)])
@@ -378,31 +374,6 @@ def test_a_terminal_that_closed_ends_no_run():
     assert done.wait(60) == 7
 
 
-# ---- tools/compare.py
-
-def test_a_difference_is_claimed_only_where_the_seeds_or_rows_tell_it(tmp_path, capsys):
-    """Equal seeds are paired; others hide a small difference, and one seed tells nothing of seeds,
-    but something of rows."""
-    def write(name: str, seed: int, reward: float, passed: list) -> None:
-        rows = [{"prompt": f"{i}", "answer": "", "rewards": {"exact": p}}
-                for i, p in enumerate(passed * 25)]
-        metrics = [{"step": i, "reward/mean": reward} for i in range(1, 21)]
-        fakes.write_run(tmp_path / f"{name}/{seed}", metrics, {"eval_00020": rows}, seed=seed,
-                        eval_pass=1.0)
-
-    for seed in range(3):
-        write("a", seed, 0.5 + 0.1 * seed, [0, None, 0, 1])
-        write("b", seed, 0.6 + 0.101 * seed, [1, 1, 0, 1])
-    a, b = f"{tmp_path}/a", f"{tmp_path}/b"
-    for words, expected in (
-            ([a, "--", b], r"B - A \+0.101, .*paired, 3 seeds\)\n  B is better by 0.099 to 0.103"),
-            ([a, "--", f"{b}/0", f"{b}/1"], r"Welch, 3 and 2 seeds\)\n  These runs do not tell"),
-            ([f"{a}/0", "--", f"{b}/1"], r"needs 2 seeds a side\)\n  These runs do not tell"),
-            ([f"{a}/0", "--", f"{b}/1"], r"paired, 100 rows\)\n  B is better by 0.4.. to 0.[56]")):
-        compare.main(words)
-        assert re.search(expected, capsys.readouterr().out)
-
-
 # ---- run.sh
 
 @pytest.mark.parametrize("line, count, words, graded", [
@@ -437,14 +408,6 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, count,
     flags = {"--warmup_steps": not own, "--eval_data": not own, "--target_reward": graded,
              "--target_eval": graded}
     assert {flag: flag in done.stdout for flag in flags} == flags
-
-
-def test_run_sh_lists_its_jobs_and_refuses_others():
-    shown = subprocess.run(["./run.sh", "help"], cwd=ROOT, capture_output=True, text=True).stdout
-    jobs = [path.stem for path in ROOT.glob("parts/*/jobs/*.sh")]
-    assert all(f"./run.sh {job}" in shown for job in ("ppo", "real", "prove", "test", *jobs))
-    wrong = subprocess.run(["./run.sh", "hlep"], cwd=ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
 
 
 # ---- rates that are not given

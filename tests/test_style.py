@@ -66,14 +66,6 @@ def test_the_house_is_drawn_in_the_words_with_which_its_files_begin():
         assert ast.get_docstring(TREES[f"{name}.py"]).startswith(f"{name}.py: {words}"), name
 
 
-def test_a_folder_that_is_imported_is_a_package():
-    """Without an __init__.py a user's tools.py, anywhere on the path, would hide tools/."""
-    used = {module.partition(".")[0] for tree in TREES.values() for module in imported(tree)}
-    folders = {name.partition("/")[0] for name in PYTHON if "/" in name} & used
-    assert {"parts", "tools"} <= folders
-    assert not [folder for folder in folders if f"{folder}/__init__.py" not in PYTHON]
-
-
 def test_functions_and_files_are_short_and_those_of_the_core_say_what_they_do():
     """But for `train` and `learn`, and nano.py, which are read as a whole."""
     for name, tree in TREES.items():
