@@ -1,20 +1,17 @@
 """Lets tests import the top-level files, keeps every test off the network and off the GPUs, sets
-the order, and says at the end which promise is broken. No test may fail because the machine is
-busy: limits of time are for hangs alone.
+the order of the files, and says at the end of each promise whether it holds. No test may fail
+because the machine is busy: limits of time are for hangs alone.
 """
 import gc
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tyro._docstrings import _ClassTokenization
-
-from house import of_a_part
 
 torch.set_num_threads(1)  # the workers share the cores, and threads that wait for others spin
 
@@ -27,39 +24,44 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 
 # tyro reads the source of each class of flags again in each call: half of its time.
 _ClassTokenization.make = cache(_ClassTokenization.make)
-settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow],
+                          database=None)  # collecting writes no .hypothesis
 settings.load_profile("any speed")
 
-# Fast files come first, then the longest: ./run.sh test runs three files at a time.
-ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference",
-         "engine", "layouts", "situations", "prove", "nano", "ppo", "checkpoint", "dist", "packing",
-         "families", "float64", "turns", "lora")
+# Each promise of the README, in its words and first; then those of the other pages; and the files
+# test_NAME.py that prove it. A file proves one promise, so a failure breaks one by name. The tests
+# of parts/NAME prove what its README.md says.
+PROMISES = {
+    "The same update on any layout": "update",
+    "A plan before anything loads": "plan",
+    "Exact resume": "resume",
+    "Each formula is the paper's": "losses variants details",
+    "The engine is the policy": "engine model",
+    "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards",
+    "Each row and template is read as transformers reads it, or refused": "rows",
+    "A run does what its flags say, and shows what it did": "run tiny",
+    "No rank decides alone, and a rank that fails ends all": "dist",
+    "The pages are true, and their commands run": "pages exercises nano",
+    "The code is written to be read, in layers": "style"}
 
 
-PROMISES = {  # what the tests hold: promise: its files
-    "the same update on any ranks and budgets": """
-        same_update ppo layouts situations packing float64 dist prove""",
-    "each formula is the paper's": "losses variants reference",
-    "exact resume from any kill": "checkpoint resume faults run",
-    "refused before weights load, or it runs": """
-        claims plan weights memory memory_tracker newcomer dry_run gpu bench_gpu""",
-    "the engine is the policy": "engine families model",
-    "a reward cannot hang a run": "rewards numbers",
-    "every shape of row": "data rows ends",
-    "a component hands on what is meant": "seams loop",
-    "what a person sees": "log results",
-    "the scripts and the README work": "script nano tiny host",
-    "the code is written to be read, in layers": "style layers names",
-    "the pages are true": "docs exercises details reports"}
+def name_of(nodeid: str) -> str:
+    """The NAME of the file test_NAME.py of a test's id."""
+    return Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+
+
+def promise_of(nodeid: str) -> str:
+    """The promise that a test proves, from the file in its id."""
+    if nodeid.startswith("parts/"):
+        return f"What parts/{nodeid.split('/')[1]}/README.md says"
+    return next((promise for promise, files in PROMISES.items()
+                 if name_of(nodeid) in files.split()), "No promise names them")
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        given = getattr(item, "callspec", None)
-        if part := given and of_a_part([*given.params.values()]):
-            item.add_marker(pytest.mark.skip(reason=f"without {part}"))
-    place = {f"test_{name}": i for i, name in enumerate(ORDER)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(ORDER)))
+    """The longest files come first: ./run.sh test runs three files at a time."""
+    first = "run resume update engine model pages rows".split()
+    items.sort(key=lambda item: [*first, name_of(item.nodeid)].index(name_of(item.nodeid)))
 
 
 def pytest_collection_finish():
@@ -67,23 +69,26 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The ten slowest files; the promise that each failed test breaks."""
-    seconds, failed = Counter(), []
-    for kind, reports in terminalreporter.stats.items():
-        for report in reports:
-            if hasattr(report, "duration"):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-            if kind in ("failed", "error"):
-                failed.append(report.nodeid)
-    if len(seconds) > 1:
-        terminalreporter.section("slowest files")
-        for file, spent in seconds.most_common(10):
-            terminalreporter.line(f"{spent:7.1f} s  {file}")
-    if failed:
-        terminalreporter.section("broken promises")
-    for test in failed:
-        path = Path(test.partition("::")[0])
-        promises = [promise for promise, files in PROMISES.items()
-                    if path.stem.removeprefix("test_") in files.split()]
-        promises += [f"what parts/{part}/README.md says" for part in path.parts[-3:-2]]
-        terminalreporter.line(f"{promises[0] if promises else 'no promise names it'}: {test}")
+    """Prints of each promise whether it holds, how many tests passed, their seconds, and the tests
+    that break it. It is held if all its files ran. Under pytest-xdist the process that prints has
+    the reports of all workers."""
+    seconds, passed, broken = Counter(), defaultdict(list), defaultdict(list)
+    for outcome, reports in terminalreporter.stats.items():
+        for report in reports if outcome in ("", "passed", "failed", "error") else ():
+            promise = promise_of(report.nodeid)
+            seconds[promise] += getattr(report, "duration", 0.0)
+            if outcome in ("failed", "error"):
+                broken[promise].append(report.nodeid)
+            if outcome == "passed":
+                passed[promise].append(name_of(report.nodeid))
+    if not seconds:
+        return
+    terminalreporter.section("promises")
+    for promise in dict.fromkeys([*PROMISES, *sorted(seconds)]):
+        missing = {*PROMISES.get(promise, "").split()} - {*passed[promise]}
+        state = ("BROKEN" if broken[promise] else "not asked" if not passed[promise] else
+                 "in part" if missing else "holds")
+        terminalreporter.line(f"{state:9} {seconds[promise]:6.1f} s  {promise} "
+                              f"({len(passed[promise])} tests)")
+        for nodeid in broken[promise]:
+            terminalreporter.line(f"{'':20}{nodeid}")

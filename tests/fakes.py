@@ -1,11 +1,9 @@
-"""Fakes: a rank without others, an engine without vLLM, a run without models, made-up samples,
-a run's folder."""
+"""Fakes: a rank without others, an engine without vLLM, made-up samples, a run's folder."""
 import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -14,9 +12,8 @@ import dist
 import grpo
 import ppo
 import rollout
-import run
 from batch import Completion, Sample
-from data import Prompt, Row, Stream
+from data import Prompt, Row
 from rewards import Score
 from settings import changed
 
@@ -38,8 +35,10 @@ class World(dist.World):
 
     max = sum
 
-    def same_phase(self, name, count):
+    def same_phase(self, *announced):
         pass
+
+    barrier = same_phase
 
 
 class Log:
@@ -58,10 +57,6 @@ def args(script="grpo", **flags):
     return changed(SCRIPTS.get(script, script).Args(lr=1e-3), **flags)
 
 
-def rows(n: int) -> list[Row]:
-    return [Row(i, f"p{i}", [i], "a", {}, "rows") for i in range(n)]
-
-
 def completion(n: int = 3, sampled=None, **more) -> Completion:
     return Completion(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), False, sampled, **more)
 
@@ -75,32 +70,12 @@ def sample(reward: float | None = None, i: int = 0, text: str = "", source: str 
 
 
 def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> rollout.Engine:
-    """Without vLLM. Its completions are those of `completion`."""
+    """An engine without vLLM, in place of __init__."""
     it = object.__new__(rollout.Engine)
     vars(it).update(
         world=World(rank, size), args=rollout.EngineArgs(tp=tp), log=Log(), engines=size // tp,
         seed=7, max_tokens=9, eos_ids=[4, 6], bar=False, on_gpu=False, places=None,
-        dtype=torch.float32,
-        complete=lambda requests, temperature: [completion() for _ in requests])
-    return it
-
-
-def run_of(folder, given=None, **more) -> run.Run:
-    """A run without models, in front of its end. log.said has what it says."""
-    it = object.__new__(run.Run)
-    world = World()
-    inputs = SimpleNamespace(
-        rows=rows(4), eval_rows=rows(2), plan=SimpleNamespace(longest=50, text=str), kv_cache=5.0,
-        source="start", reference=None, tokenizer=None, waits=[], ends=[4], notes=[])
-    vars(it).update(
-        args=given or args(eval_data="tiny", steps=4), world=world, inputs=inputs, settings={},
-        start=4, kl_coef=0.0, stream=Stream(rows(4), 0),
-        stop=SimpleNamespace(agreed=lambda: False), reference=None, critic=None, engine=None,
-        policy=SimpleNamespace(engine=lambda kind, *given: kind), scorer=MagicMock(),
-        close=MagicMock())
-    it.log = MagicMock(folder=folder, bad_steps=0, rows=[], said=[], world=world, writing=False)
-    it.log.say = it.log.said.append
-    vars(it).update({"stateful": {"stream": it.stream}} | more)
+        dtype=torch.float32)
     return it
 
 

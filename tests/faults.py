@@ -1,10 +1,10 @@
 """Kills a short run at random instants, resumes it each time, and compares it with an unkilled run.
 
     python tests/faults.py                    20 kills of grpo.py on 2 ranks: 6 minutes on 2 cores
-    python tests/faults.py --kills 5 --script ppo --seed 1
-    python tests/faults.py --kills 5 --task experts     the model is tiny:experts
-    python tests/faults.py --kills 5 --task squares     a model that sees
-    python tests/faults.py --kills 10 --carry 1 --carry_tokens 3 --engine_correction truncate
+    python tests/faults.py --kills 5 --script ppo --seed 1 --minibatches 4
+    python tests/faults.py --kills 5 --task kk          the model is tiny:kk
+
+Flags that are not its own are the script's.
 
 A kill is KILL or TERM of one rank or of all, or TERM of torchrun: half of them after some steps, a
 quarter in a save, a quarter in the start. Exit status 1: anything but the times differs.
@@ -30,13 +30,9 @@ FLAGS = ("--batch 4 --group 4 --minibatches 2 --max_tokens 12 --max_prompt_token
 
 
 def model(task: str = "sort") -> str:
-    """A tiny model's folder, made once for all runs of this checkout."""
+    """The folder of a tiny model, made once for all runs of this checkout."""
     sys.path.insert(0, str(ROOT))
     from examples import tiny
-    if task == "squares":
-        from examples import squares
-        squares.main(ROOT / "runs/squares")
-        return str(ROOT / "runs/squares/model")
     return tiny.ensure(str(ROOT / "runs"), task)
 
 
@@ -50,7 +46,8 @@ class Attempt:
         of_torchrun = sys.executable if signals else python     # which has no group to signal
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
         launch = [of_torchrun, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-        target = [HERE / "faulty.py", script] if faults else [ROOT / f"{script}.py"]
+        wrapped = faults or "RECORD" in env
+        target = [HERE / "faulty.py", script] if wrapped else [ROOT / f"{script}.py"]
         self.process = subprocess.Popen(
             [*(launch if torchrun else [python]), *target, *FLAGS, *flags], cwd=cwd,
             stdout=self.out, stderr=subprocess.STDOUT, start_new_session=True,
@@ -141,61 +138,60 @@ def progress(run: Path) -> int:
 
 # ---- the command ----
 
+def kill(attempt: Attempt, run: Path, at: int, rng) -> str:
+    """Waits until the run has about `at` steps and ends some of its processes → what was done."""
+    when = rng.choice(["step", "step", "save", "start"])
+    if when != "start":
+        attempt.printed("step ")  # this attempt's own, not an earlier one's
+        attempt.until(lambda: progress(run) >= at)
+        if when == "save":
+            attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
+    time.sleep(rng.uniform(0, {"start": 12, "step": 1, "save": 0.05}[when]))
+    number, pids = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
+    targets = ["a rank", "a rank", "all ranks"] + ["torchrun"] * (number == signal.SIGTERM)
+    target, done = rng.choice(targets), progress(run)
+    if target == "torchrun" or not pids:
+        pids = [attempt.process.pid]
+    elif target == "a rank":
+        pids = [rng.choice(pids)]
+    assert attempt.process.poll() is None, f"it was over:\n{attempt.text()[-3000:]}"
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return f"{number.name} to {target} ({when}) after {done} steps"
+
+
 def main() -> None:
+    """Kills a run as often as the flags say, and ends with status 1 if anything differs."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     for name, value in dict(script="grpo", task="sort", kills=20, ranks=2, seed=0).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
-    a, flags = parser.parse_known_args()  # the other flags are the script's
-    if a.task == "squares":
-        flags = ["--data", str(ROOT / "runs/squares/train.jsonl"), *flags]
+    a, flags = parser.parse_known_args()
     cwd = Path(tempfile.mkdtemp(prefix="faults-"))
     steps, rng = 2 * a.kills + 8, random.Random(a.seed)
-
-    def start(name):
-        return Attempt(cwd, "--model", model(a.task), "--name", name, "--steps", str(steps), *flags,
-                       script=a.script, ranks=a.ranks)
-
+    whole, run, latest = cwd / "runs/alone", cwd / "runs/killed", 0
     print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, in {cwd}", flush=True)
-    alone, began = start("alone"), time.monotonic()
-    alone.printed("step ")
-    starting = time.monotonic() - began
-    status, text = alone.end()
-    assert status == 0, text[-3000:]
-    rows = (cwd / "runs/alone/metrics.jsonl").read_text().splitlines()
-    stepping = sum(json.loads(row).get("time/step", 0) for row in rows) / steps
-    run, latest = cwd / "runs" / "killed", 0
-    for kill in range(a.kills):
-        attempt, when = start("killed"), rng.choice(["step", "step", "save", "start"])
-        if when == "start":
-            time.sleep(rng.uniform(0, starting))
-        else:
-            attempt.printed("step ", 600)          # this attempt's own, not an earlier one's
-            attempt.until(lambda kill=kill: progress(run) >= min(steps - 1, 2 * kill + 1))
-            if when == "save":
-                attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
-            time.sleep(rng.uniform(0, 0.05 if when == "save" else 2 * stepping))
-        number, pids = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
-        targets = ["a rank", "a rank", "all ranks"] + ["torchrun"] * (number == signal.SIGTERM)
-        target, at = rng.choice(targets), progress(run)
-        if target == "torchrun" or not pids:
-            pids = [attempt.process.pid]
-        elif target == "a rank":
-            pids = [rng.choice(pids)]
-        assert at < steps and attempt.process.poll() is None, \
-            f"kill {kill + 1} came when the run was over:\n{attempt.text()[-3000:]}"
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+
+    def start(folder):
+        return Attempt(cwd, "--model", model(a.task), "--name", folder.name, "--steps", str(steps),
+                       *flags, script=a.script, ranks=a.ranks)
+
+    def end(folder):
+        status, text = start(folder).end()
+        assert status == 0, text[-3000:]
+
+    end(whole)
+    for i in range(a.kills):
+        attempt = start(run)
+        said = kill(attempt, run, 2 * i + 1, rng)
         status, text = attempt.end()
         kept = int(last(run).name[5:]) if list((run / "checkpoints").glob("step_*[0-9]")) else 0
-        print(f"  {kill + 1:>2}. {number.name} to {target} ({when}) after {at} steps: ended with "
-              f"{status}, goes on from step {kept}", flush=True)
+        print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {kept}", flush=True)
         assert kept >= latest, f"a checkpoint was lost: {latest} was there\n{text[-3000:]}"
         latest = kept
-    status, text = start("killed").end()
-    assert status == 0, text[-3000:]
-    found = differences(cwd / "runs" / "alone", run)
+    end(run)
+    found = differences(whole, run)
     print("\n".join(found) or f"{a.kills} of {a.kills} kills survived; metrics, samples, weights "
           "and AdamW's state are those of the run that was not killed, bit for bit")
     if not found:

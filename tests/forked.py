@@ -2,10 +2,10 @@
 
 `python` beside this file stands for the interpreter: `tests/python grpo.py FLAGS`, torchrun with
 PYTHON_EXEC=tests/python, the workers of pytest, the server of ranks.py. It passes its arguments,
-environment, folder and open files to a server, which has imported the libraries and nothing of this
-project. The server forks: the child runs the script as `__main__`. Signals go to the child, its
-exit status comes back, and it dies with who asked for it. The server starts with its first client
-and ends a while after its last.
+environment, folder and open files to a server, which has imported the libraries and none of our
+files. The server forks a keeper, and that the child, which runs the script as `__main__`. Signals
+go to the child, its exit status comes back, and it dies with who asked for it. The server starts
+with its first client and ends a while after its last.
 
 A test of the start itself (imports, the parent process, variables that libraries read when they are
 imported) uses the real interpreter.
@@ -18,7 +18,6 @@ import hashlib
 import importlib
 import json
 import os
-import re
 import runpy
 import select
 import signal
@@ -133,7 +132,7 @@ def preload() -> None:
 
 
 def serve() -> None:
-    """One thread. A line of a connection: the request; then the client's end."""
+    """Forks a keeper for each client. It ends when no client came for a while and none is left."""
     preload()
     gc.freeze()  # a child does not copy what it never frees
     gc.unfreeze = gc.collect  # at the end vLLM would walk through all of it twice
@@ -141,46 +140,41 @@ def serve() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(ADDRESS))
     listener.listen(64)
+    listener.settimeout(IDLE)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers that ended are no zombies
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its starter waits for this
-    ended, wake = socket.socketpair()
-    ended.setblocking(False)
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno())
-    children: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([listener, ended, *children.values()], [], [], IDLE)
-        if not ready and not children:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            with suppress(ChildProcessError):  # no keeper is left
+                os.waitpid(-1, os.WNOHANG)
+                continue
             return ADDRESS.unlink()
-        for one in ready:
-            if one is listener:
-                connection, _ = listener.accept()
-                request, files = receive(connection)
-                pid = os.fork()
-                if not pid:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for other in (listener, ended, wake, connection, *children.values()):
-                        other.close()
-                    return become(request, files)
-                for file in files:
-                    os.close(file)
-                connection.send(f"{pid}\n".encode())
-                children[pid] = connection
-            elif one is ended:
-                ended.recv(1024)
-            else:  # a client says nothing more: it ended
-                pid = next(pid for pid, connection in children.items() if connection is one)
-                os.kill(pid, signal.SIGKILL)
-        for pid in list(children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                connection = children.pop(pid)
-                try:
-                    connection.send(f"{status}\n".encode())
-                except OSError:
-                    pass
-                connection.close()
+        if not os.fork():
+            listener.close()
+            return keep(connection)
+        connection.close()
+
+
+def keep(connection) -> None:
+    """Forks the child, tells its client how it ends, and kills it if the client ends first."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, files = receive(connection)
+    pid = os.fork()
+    if not pid:
+        connection.close()
+        return become(request, files)
+    for file in files:
+        os.close(file)
+    connection.send(f"{pid}\n".encode())
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([connection, ended], [], [])
+    if ended not in ready:
+        os.kill(pid, signal.SIGKILL)
+    with suppress(OSError):
+        connection.send(f"{os.waitpid(pid, 0)[1]}\n".encode())
+    os._exit(0)
 
 
 def receive(connection) -> tuple[dict, list[int]]:
@@ -190,17 +184,6 @@ def receive(connection) -> tuple[dict, list[int]]:
     while not line.endswith(b"\n"):
         line += connection.recv(1 << 16)
     return json.loads(line), list(files)
-
-
-def without_switches(argv: list[str]) -> list[str]:
-    """What the interpreter runs: -u -BX dev -W ignore -Ic CODE ARGS → -c CODE ARGS."""
-    while argv and re.match("-[^-]", argv[0]):
-        switch, *rest = argv
-        what = switch.lstrip("-bBdEhiIOPqsSuvVx?")
-        if what[:1] in ("c", "m"):
-            return [f"-{what[0]}", *filter(None, [what[1:]]), *rest]
-        argv = rest[1:] if what in ("X", "W") else rest
-    return argv
 
 
 def become(request: dict, files: list[int]) -> None:
@@ -221,7 +204,9 @@ def become(request: dict, files: list[int]) -> None:
     import torch
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
-    argv = without_switches(request["argv"])
+    argv = request["argv"]
+    while argv[0].startswith("-") and argv[0] not in ("-c", "-m"):  # a switch, such as -u
+        argv = argv[1:]
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     status = 1

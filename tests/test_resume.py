@@ -1,236 +1,440 @@
-"""A resume is the same run: what may change, what is refused, what is taken over and said."""
-import copy
+"""Exact resume: a run that is killed at any instant goes on to the same numbers, bit for bit; what
+a kill or a full disk leaves is whole or absent; a resume that would be another run is refused."""
 import json
 import os
+import re
+import resource
+import shlex
+import shutil
+import signal
 import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
 import fakes
 import faults
 import grpo
-import inputs
 import log
-import texts
-from checkpoint import FIXED
+import ranks
 from data import Row
 from errors import SettingsError
-from examples import tiny
 from fakes import SCRIPTS
-from forked import PYTHON
-from settings import values_of
+from faults import ROOT, Attempt, differences, last, metrics, progress
+from settings import changed, values_of
 
-ROOT = Path(__file__).parent.parent
-FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
-
-
-def flags_of(kind) -> dict[str, object]:
-    """Every field of a script's Args, those in groups too, with its value."""
-    return values_of(kind())
+LONG = 200  # seconds: on a busy machine an end takes some, a wait for --timeout takes 600
 
 
-# ---- one rule for flags
+@pytest.fixture
+def start(tmp_path):
+    """Starts a real script in tmp_path, and ends what is left of it."""
+    attempts = []
 
-def test_what_is_fixed_is_a_flag_or_a_fact():
-    every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
-    assert FIXED - every == FACTS
-    kept = {name for module in SCRIPTS.values() for name in checkpoint.fixed(module.Args())}
-    assert kept - every == FACTS
+    def begin(*flags, model=None, **options):
+        attempts.append(Attempt(tmp_path, "--model", model or faults.model(), "--name", "x", *flags,
+                                **options))
+        return attempts[-1]
+    yield begin
+    for attempt in attempts:
+        attempt.kill()
 
+
+def write_rows(path: Path, never: int = 0) -> None:
+    """A data set of 16 numbers to sort; the answer of one of them is "never"."""
+    path.write_text("".join(json.dumps({
+        "question": f"Sort {n}", "answer": "never" if n == never else "".join(sorted(str(n)))})
+        + "\n" for n in range(500123, 500139)))
+
+
+# ---- any kill is no kill
+
+DATE = "{% set form = '%Y%m' ~ '%d' %}{{ '<|im_start|>system ' ~ strftime_now(form) ~ '\n' }}"
+
+
+def dated_model(folder: Path) -> Path:
+    """The tiny model with a template that writes the day, as that of Llama 3 does."""
+    shutil.copytree(faults.model(), folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(DATE + template.read_text())
+    return folder
+
+
+@pytest.mark.parametrize("script", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_run_killed_in_a_save_and_stopped_in_a_step_ends_like_another(start, tmp_path, script):
+    """It is resumed on another day, and by the command that it prints. So a checkpoint holds
+    weights and AdamW's state of policy and critic, the place in the data, the KL coefficient and
+    the day. On one rank in the place of two it makes the same steps but for rounding."""
+    write_rows(tmp_path / "rows.jsonl")
+    model, hour = dated_model(tmp_path / "dated"), time.gmtime().tm_hour
+    today, yesterday = ({"TZ": f"<noon>{hour - 12 + hours:+d}"} for hours in (0, 13))
+    flags = "--steps 4 --eval_data rows.jsonl --eval_every 2 --max_prompt_tokens 64".split()
+    if script == "ppo":
+        flags += "--kl_reward_coef 0.05 --kl_target 0.02 --kl_horizon 20".split()
+
+    def go(*more, **options):
+        return start(*flags, *more, model=str(model), script=script, **options).end()
+
+    status, text = go("--name", "alone", **today)
+    alone, run = tmp_path / "runs/alone", tmp_path / "runs/x"
+    assert status == 0 and [row["step"] for row in metrics(alone)] == [0, 1, 2, 2, 3, 4, 4], text
+    again = re.search(r"a new run. After a kill: (.*) \(with your flags of torchrun\)", text)[1]
+
+    # Rank 1 is killed when its tensors are written, before the rename.
+    status, text = go(faults="saved:1:3:kill", **today)
+    assert status == 1 and "exitcode  : -9" in text, text
+    assert sorted(os.listdir(run / "checkpoints")) == ["step_2", "step_4.partial"]
+
+    # SIGTERM to rank 0 alone, in the middle of a step.
+    status, text = go(faults="forward:0:2:term", **yesterday)
+    assert "resumed from runs/x/checkpoints/step_2" in text, text
+    assert "SIGTERM: ended after 3 of 4 steps" in text and "exitcode  : 75" in text, text
+    assert sorted(os.listdir(run / "checkpoints")) == ["step_2", "step_3"], text
+
+    env = os.environ | yesterday | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(shlex.split(again.replace("--name alone", "--name x")), cwd=tmp_path,
+                          env=env, text=True, capture_output=True)
+    assert "resumed from runs/x/checkpoints/step_3" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and differences(alone, run) == []
+
+    # On one rank, from step 2, with a flag that may change. Flags that are not given are the run's.
+    shutil.copytree(alone, one := tmp_path / "runs/one")
+    shutil.rmtree(one / "checkpoints/step_4")
+    (one / "done.json").unlink()
+    done = ranks.script(ROOT / f"{script}.py", "--name", "one", "--keep", "3", cwd=tmp_path)
+    said = [line.strip() for line in done.stdout.splitlines() if line.startswith("  resumed with")]
+    assert said == [f"resumed with --{change} from step 3 on" for change in (
+        "name one (was alone)", "keep 3 (was 2)", "ranks 1 (was 2)")], done.stdout
+    assert json.loads((one / "args.json").read_text())["changes"] == said
+    assert f"goes on after step 2 of 4, begun {log.read(alone / 'args.json')['began']}" in (
+        done.stdout)
+    for ours, theirs in zip(metrics(one), metrics(alone), strict=True):
+        close = {name: value for name, value in theirs.items() if "gap" not in name}
+        assert {name: ours[name] for name in close} == pytest.approx(close, rel=1e-3, abs=1e-6)
+
+
+SLEEPY = """
+import time
+def sleepy(completion, answer, **row):
+    if answer == "never":
+        time.sleep(1e6)
+    return sum(a == b for a, b in zip(completion, answer)) / 6
+"""
+
+
+def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
+    """A gradient that is not finite is not applied; a reward that hangs costs its own completions,
+    four of one prompt; a full disk ends the run in one sentence, and the older checkpoint stays."""
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    write_rows(tmp_path / "rows.jsonl", never=500126)
+    status, text = start(*"--steps 9 --data rows.jsonl --reward sleepy.py:sleepy".split(),
+                         "--reward_timeout", "2", faults="backward:*:0:nan save:1:3:full").end()
+    seen = metrics(tmp_path / "runs/x")
+    assert [row["step"] for row in seen] == [1, 2, 3, 4], text
+    assert "had a gradient that is not finite and were not applied" in text
+    assert seen[0]["grad/norm_not_finite"] in (1, 2)  # a minibatch may have no gradient
+    assert sum(row["rollout/unscored"] for row in seen) == 4
+    assert "a completion has no reward" in text
+    sentence = r"^error: runs/x/checkpoints/step_4.partial/__1_0.distcp cannot be written \(.*\)"
+    assert status == 1 and len(re.findall(sentence, text, re.MULTILINE)) == 1, text
+    assert "exitcode  : 1" in text and "NotWritten: runs/x/checkpoints" in text[-2000:], text
+    assert sorted(os.listdir(tmp_path / "runs/x/checkpoints")) == ["step_2", "step_4.partial"]
+
+
+# ---- slow: one start each
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, seed", [("grpo", 1), ("ppo", 2)])
+def test_random_kills_of_any_process_at_any_instant(script, seed):
+    """The README's command, with five kills: its status is 1 if anything but a time differs."""
+    ranks.script("tests/faults.py", "--kills", 5, "--script", script, "--seed", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [
+    "setup", "sync", "engine", "reward", "score", "backward", "log", "save", "evaluate", "export",
+    "weights"])
+def test_one_rank_that_fails_in_any_phase_ends_all(start, tmp_path, place):
+    """Within seconds, with its own error; a wrong tensor in one engine before the first update."""
+    step = {"setup": -1, "export": 2, "evaluate": 0, "weights": 0}.get(place, 1)
+    what, words = ("wrong", "error: engine and trainer differ before an update by") if (
+        place == "weights") else ("raise", "a fault was put into")
+    attempt = start(*"--steps 3 --eval_data tiny --eval_every 1 --save_every 1".split(),
+                    "--engine_correction", "truncate", faults=f"{place}:1:{step}:{what}")
+    attempt.printed(words)
+    failed = time.monotonic()
+    status, text = attempt.end()
+    assert status == 1 and time.monotonic() - failed < LONG, text
+    assert words.removeprefix("error: ") in text.split("Root Cause")[1], text
+    assert what == "raise" or progress(tmp_path / "runs/x") == 0, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, stuck", [("rollout", 0), ("forward", 1)])
+def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
+    """The others wait in our own barrier, or inside FSDP's collectives."""
+    attempt = start("--steps", "9", "--timeout", "20", faults=f"{place}:{stuck}:2:hang")
+    attempt.printed("step 2/9")
+    began = time.monotonic()
+    status, text = attempt.end()
+    assert status == 1 and time.monotonic() - began < LONG
+    assert re.search(rf"for rank {stuck}\b|[Rr]anks? {stuck} failed to pass|"
+                     rf"waiting for send/recv from rank {stuck}", text[-5000:]), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["TERM to all", "TERM to one process without torchrun",
+                                 "KILL to torchrun", "INT to all"])
+def test_a_run_that_is_asked_to_end_saves_and_ends(start, tmp_path, how):
+    """A scheduler may signal torchrun or the whole group; ranks of a torchrun that is killed must
+    not go on alone; Ctrl-C ends at once, even while another rank generates."""
+    number, interrupted = getattr(signal, f"SIG{how.split()[0]}"), how == "INT to all"
+    attempt = start("--steps", "500", "--save_every", "0", torchrun="without" not in how,
+                    signals=True, PYTHON_EXEC=sys.executable,
+                    faults="rollout:0:2:hang" if interrupted else "")
+    attempt.printed("  2/500" if interrupted else "  3/500")
+    time.sleep(1)
+    pids, began = attempt.ranks(), time.monotonic()
+    (os.killpg if "all" in how else os.kill)(attempt.process.pid, number)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < began + LONG:
+        time.sleep(0.1)
+    status, text = attempt.end()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and "This goes on: " in text, text
+    assert text.count("interrupted") == interrupted and ("without" not in how or status == 75)
+    if not interrupted:
+        done, run = int(re.search(r"ended after (\d+) of 500", text)[1]), tmp_path / "runs/x"
+        assert last(run).name == f"step_{done}" and progress(run) == done
+
+
+# ---- a resume that would be another run
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
-    other_values(SCRIPTS[script], tmp_path)
-
-
-def other_values(script, tmp_path):
-    """Of each flag of a script."""
-    flags, fixed = flags_of(script.Args), checkpoint.fixed(script.Args())
-    state = {"step": 7, "settings": json.loads(json.dumps(flags))}
-    for name, value in flags.items():
-        saved = checkpoint.Saved(tmp_path / "step_7", copy.deepcopy(state))
+def test_another_value_of_any_flag_is_refused_or_said(script, tmp_path):
+    """What is fixed is a flag, or a fact of the data, the models and the script."""
+    args = SCRIPTS[script].Args()
+    values, fixed = values_of(args), checkpoint.fixed(args)
+    assert fixed - {*values} == {"script", "rows", "model_files", "reference_files", "precision"}
+    kept = json.loads(json.dumps(values))
+    saved = checkpoint.Saved(tmp_path / "step_7", {"step": 7, "settings": kept})
+    for name, value in values.items():
         other = {bool: not value, tuple: ["another"], str: "another"}.get(type(value), 17)
-        changed, text = flags | {name: other}, f"{name} was {saved.state['settings'][name]}"
         if name in fixed:
             with pytest.raises(SettingsError) as caught:
-                checkpoint.check(saved, changed, flags, fixed)
-            assert f"{text} and is now {other}" in str(caught.value), name
-            assert str(caught.value).endswith("Would work: those of before, or another --name.")
-            continue
-        said = checkpoint.check(saved, changed, flags, fixed).changed
-        old = checkpoint.words(state["settings"][name])
-        now = checkpoint.words(json.loads(json.dumps(other)))
-        expected = f"resumed with --{name} {now} (was {old}) from step 8 on"
-        assert said == [expected], name
-    assert checkpoint.check(saved, flags, flags).changed == []
-
-
-def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is_said(tmp_path):
-    was = dict(group=8, lr=1e-3, betas=(0.9, 0.99), seed=1, mine="a", torch="2.12")
-    saved = checkpoint.Saved(tmp_path, {"step": 1, "settings": json.loads(json.dumps(was))})
-    with pytest.raises(SettingsError, match="group was 8 and is now 4; seed was 1 and is now 2"):
-        checkpoint.check(saved, was | {"group": 4, "seed": 2, "lr": 1.0})
-    changed = was | {"mine": "b", "torch": "2.13", "fresh": 1}
-    assert checkpoint.check(saved, changed, {"mine"}).changed == [
-        "resumed with --mine b (was a) from step 2 on",
-        "resumed with torch 2.13 (was 2.12) from step 2 on"]
-
-
-# ---- rows
-
-def rows(kind=Row, **changes) -> list[Row]:
-    """Three; the second one is of this kind, with these changes."""
-    made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
-            for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    made[1] = kind(**vars(made[1]) | changes)
-    return made
+                checkpoint.check(saved, values | {name: other}, values, fixed)
+            assert (f"{name} was {kept[name]} and is now {other}. Would work: those of before, or "
+                    "another --name.") in str(caught.value)
+        else:
+            said = checkpoint.check(saved, values | {name: other}, values, fixed).changed
+            now, old = map(checkpoint.words, (other, kept[name]))
+            assert said == [f"resumed with --{name} {now} (was {old}) from step 8 on"]
+    assert checkpoint.check(saved, values, values).changed == []
+    with pytest.raises(SettingsError, match="group was .*; seed was"):  # all in one sentence
+        checkpoint.check(saved, values | {"group": 99, "seed": 99})
 
 
 @pytest.mark.parametrize("changes", [
     dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9})])
 def test_another_row_is_refused_and_named(tmp_path, changes):
-    another_row(tmp_path, **changes)
-
-
-def another_row(tmp_path, **changes):
-    settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
+    """By its number in the file, of which some rows were too long."""
+    rows = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
+            for i in (0, 2, 5)]
+    settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows)}
     saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
     assert checkpoint.check(saved, settings).changed == []
-    again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
+    rows[1] = replace(rows[1], **changes)
     with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
-        checkpoint.check(saved, again)
+        checkpoint.check(saved, settings | {"row_digests": checkpoint.row_digests(rows)})
 
 
-# ---- files
-
-def test_another_model_under_the_same_name_is_refused(tmp_path):
-    """Also one of the same sizes and names."""
-    found = []
-    for n, value in ((8, 0.0), (8, 1.0), (9, 0.0)):
-        save_file({"w": torch.full((n, 70_000), value)}, tmp_path / "model.safetensors")
-        found.append({"model_files": checkpoint.digest_of_files(str(tmp_path))})
-    saved = checkpoint.Saved(tmp_path, {"step": 4, "settings": found[0]})
-    assert not checkpoint.check(saved, found[0]).changed
-    for other in found[1:]:
-        with pytest.raises(SettingsError, match="model_files was .* and is now "):
-            checkpoint.check(saved, other)
+def test_weights_have_another_digest_if_one_number_or_the_size_differs(tmp_path):
+    path, digests = tmp_path / "model.safetensors", []
+    for size, place in (3_000_000, None), (3_000_000, 70_000), (3_000_001, None):
+        content = bytearray(size)
+        if place:
+            content[place] = 1
+        path.write_bytes(content)
+        digests.append(checkpoint.digest_of_files(str(tmp_path)))
+    assert len({*digests}) == 3
 
 
-# ---- the date in a chat template
-
-LLAMA = ("{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
-         "{%- endif %}Today Date: {{ date_string }}\n{{ messages[0]['content'] }}")
-SMOL = ("{%- set today = strftime_now(\"%d %B %Y\") -%}\n{{- 'Today Date: ' ~ today ~ '\\n' -}}\n"
-        "{% macro turn(m) %}{{ strftime_now(format='%H:%M') + m['content'] }}{% endmacro %}"
-        "{{ turn(messages[0]) }}")
-OTHERS = ["{% set form = '%d %b %Y' %}{{ strftime_now(form) }}{{ strftime_now('%d' ~ ' %b') }}",
-          "{% set now = strftime_now %}{{ now('%d %b') }}{{ strftime_now(('%d', '%b') | join) }}",
-          "{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
-          "  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
-          "\n{{ strftime_now('%-d') }}",
-          "{{ strftime_now('%-d %-m %I %p %j %A|100%') }}"]
+def test_what_becomes_of_rates_and_weights_is_said():
+    before = changed(grpo.Args(), lr=1e-3, steps=6, lr_schedule="cosine")
+    state = {"step": 6, "kl_coef": 0.0, "settings": values_of(before)}
+    assert not checkpoint.consequences(before, state)
+    more = changed(before, steps=12, reward=("exact:0.5",))
+    assert checkpoint.consequences(more, state) == [
+        "lr is 0.0005 in step 7, 1.7e-05 in step 12 (it was 6.7e-05 in step 6)",
+        "the weight of exact is 0.5 in step 7 (it was 1 in step 6)"]
+    ppo, state = fakes.args("ppo", kl_reward_coef=0.3, kl_target=0.1), {"kl_coef": 0.07}
+    for before, goes_on in (0.3, 0.07), (0.1, 0.3):  # an adapted coefficient; a new flag
+        assert checkpoint.kl_coef(ppo, state | {"settings": {"kl_reward_coef": before}}) == goes_on
 
 
-@pytest.mark.parametrize("template", [LLAMA, SMOL, *OTHERS])
-def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch):
-    """As transformers would have written it then."""
-    then, chat = datetime(2024, 2, 3, 4, 5, 6), [{"role": "user", "content": "x"}]
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime",
-                        SimpleNamespace(now=lambda: then))
-    expected = render_jinja_template([chat], chat_template=template)[0]
-    monkeypatch.undo()
-    tokenizer = tiny.make_tokenizer()
-    for tokenizer.chat_template in template, {"default": template, "tool_use": ""}:
-        assert texts.templated(chat, tokenizer, {}) != expected[0]
-        tokenizer.clock = then.strftime
-        assert texts.templated(chat, tokenizer, {}) == expected[0]
-        del tokenizer.clock
+# ---- checkpoints: whole or absent, and the newest is found
+
+def models(value: float = 1.0) -> dict:
+    """A model of one vector, as far as a checkpoint knows it."""
+    p = torch.nn.Parameter(torch.full((3,), value))
+    return {"policy": SimpleNamespace(parameters={"w": p}, optimizer=torch.optim.AdamW([p]))}
 
 
-@pytest.fixture(scope="module")
-def with_date(tmp_path_factory) -> str:
-    source, folder = Path(faults.model()), tmp_path_factory.mktemp("dated")
-    for path in source.iterdir():
-        (folder / path.name).symlink_to(path)
-    template = (folder / "chat_template.jinja")
-    text = template.read_text()
-    template.unlink()
-    template.write_text("{% set form = '%Y%m' ~ '%d' %}{{ '<|im_start|>system\n' + "
-                        "strftime_now(form) + '<|im_end|>\n' }}" + text)
-    return str(folder)
+def test_the_newest_checkpoints_are_kept_and_found_by_their_numbers(tmp_path):
+    """What a kill left goes; a second save of a step (SIGTERM after the last one) writes nothing;
+    one that was cut is a sentence; a run that went further is not cut short."""
+    world, it = fakes.World(), models()
+    assert checkpoint.find(tmp_path / "nowhere", world) is None
+    for left in "step_8.partial", "step_1.gone":
+        (tmp_path / "checkpoints" / left).mkdir(parents=True)
+    for step in 8, 9, 10, 10:
+        checkpoint.save(tmp_path / "checkpoints", world, it, {"step": step, "settings": {}}, 2)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_10", "step_9"]
+    saved, other = checkpoint.find(tmp_path / "checkpoints", world), models(2.0)
+    assert saved.state["step"] == 10
+    p, optimizer = other["policy"].parameters["w"], other["policy"].optimizer
+    optimizer.state.clear()
+    checkpoint.load(saved, world, other)
+    assert p.tolist() == [1.0] * 3 and not optimizer.state[p]  # no update was applied before it
+
+    def newest(**flags):
+        return checkpoint.newest(fakes.args(**flags), world, tmp_path, {})
+
+    assert newest(steps=10).path == newest(steps=9, eval_only=True).path == saved.path
+    for change, words in (
+            (lambda path: None, "--steps 9: .*step_10 .* Would work: --steps 10"),
+            (lambda path: os.truncate(path, 9), "state.json is damaged, as after a crash.*without"),
+            (Path.unlink, "step_10/state.json cannot be read")):
+        change(saved.path / "state.json")
+        with pytest.raises(SettingsError, match=words):
+            newest(steps=9)
 
 
-DATE = "<|im_start|>system\n20190304<|im_end|>"
+def unshared(world, folder: str) -> str:
+    """Saves in a folder of this rank alone, after a step that one rank has already."""
+    own = Path(folder, str(world.rank))
+    if world.rank:
+        (own / "step_7").mkdir(parents=True)
+    checkpoint.save(own, world, models(), {"step": 7}, 1)
+    with pytest.raises(log.NotWritten) as error:
+        checkpoint.save(own, world, models(), {"step": 8}, 1)
+    return str(error.value)
 
 
-def dated_files(args) -> inputs.Inputs:
-    """What a run of that day reads; its rows to train on and to evaluate on have its date."""
-    found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
-    for row in found.rows[:3] + found.eval_rows[:3]:
-        assert row.prompt.startswith(DATE)
-        assert found.tokenizer.decode(row.prompt_ids).startswith(DATE)
-    return found
+def test_ranks_that_share_no_folder_are_told_and_decide_together(tmp_path):
+    for said in ranks.results(2, unshared, str(tmp_path)):
+        assert "some ranks do not see rank 0's" in said and "all machines share" in said
+    assert not [*tmp_path.glob("0/step_7*")] and not (tmp_path / "0/step_8").exists()
 
 
-def test_all_that_a_run_renders_has_its_date(with_date):
-    dated_files(fakes.args(model=with_date, max_tokens=9, max_prompt_tokens=64,
-                           eval_data="tiny@test"))
+# ---- the run's folder after a kill, and on a full disk
+
+@contextmanager
+def opened(folder: Path, start: int = 0, **more):
+    """The log of a run that goes on after `start` steps, until its process ends."""
+    it = log.Log(folder, fakes.World(), 5)
+    it.open({"seed": 0, "began": "2026-01-02"} | more, "the plan", start)
+    yield it
+    it.lock.close()
 
 
-def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
-    now, kept = datetime(2026, 1, 2), "2026-01-02 00:00:00"
-    assert log.began(None, now) == log.began(tmp_path, now) == kept
-    (tmp_path / "args.json").write_text("{}")
-    assert log.began(tmp_path, now) == kept  # of an earlier version
-    (tmp_path / "args.json").write_text('{"began": "2024-02-03 04:05:06"}')
-    assert log.began(tmp_path, now) == "2024-02-03 04:05:06"
+def test_what_was_written_after_the_checkpoint_is_removed_and_made_again(tmp_path):
+    """A line that a kill cut off, lines and samples of later steps, an evaluation that comes again,
+    and done.json if more steps were asked for. A user's own files stay."""
+    with opened(tmp_path) as it:
+        for step in range(4):
+            if step == 2:
+                it.step(step, {"eval/rows": 4})
+            it.step(step + 1, {"x": torch.tensor(0.5), "small": 2.47e-10, "inf": float("inf")})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew')
+    for name in "step_00002", "step_00003", "eval_00001", "eval_00002", "my_own_3", "my_best":
+        (tmp_path / f"samples/{name}.jsonl").touch()
+    (tmp_path / "done.json").write_text('{"steps": 2}')
+    with opened(tmp_path, 2, eval_only=True):
+        assert (tmp_path / "done.json").exists()
+    with opened(tmp_path, 2) as it:
+        it.step(3, {"n": 4})
+    lines = log.read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in lines] == [1, 2, 3] == [row["step"] for row in it.rows]
+    assert lines[0] == {"step": 1, "x": 0.5, "small": 2.47e-10, "inf": None,
+                        "memory/peak_gb": lines[0]["memory/peak_gb"]}
+    assert {path.stem for path in tmp_path.glob("samples/*")} == {
+        "step_00002", "eval_00001", "my_own_3", "my_best"}
+    assert not (tmp_path / "done.json").exists()
 
 
-# ---- real runs
-
-def go(folder: Path, *flags: str, **env: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [PYTHON, ROOT / "grpo.py", *faults.FLAGS, "--max_prompt_tokens", "64", "--no-export",
-         "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)
-    return done.returncode, done.stdout
-
-
-def dates(folder: Path) -> set[str]:
-    return {json.loads(line)["prompt"].split("\n")[1][:8]
-            for path in (folder / "runs/x/samples").glob("step_*") for line in path.open()}
+def test_steps_without_a_checkpoint_are_moved_aside_and_named(tmp_path, capsys):
+    with opened(tmp_path / "x") as it:
+        it.step(1, {"n": 1})
+        (tmp_path / "x/samples/step_00001.jsonl").touch()
+    with opened(tmp_path / "x") as again:
+        assert not again.rows and not log.read(tmp_path / "x/metrics.jsonl")
+    assert f"all of it is now in {tmp_path}/x.1/" in capsys.readouterr().out
+    assert [row["n"] for row in log.read(tmp_path / "x.1/metrics.jsonl")] == [1]
+    assert (tmp_path / "x.1/samples/step_00001.jsonl").exists()
 
 
-EAST, WEST = "<+14>-14", "<-12>12"  # it is never the same day there
+def test_one_run_has_the_folder_and_one_rank_writes(tmp_path):
+    with opened(tmp_path / "a"), pytest.raises(SettingsError, match="another run is writing"), \
+            opened(tmp_path / "a"):
+        pass
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(log.NotWritten, match="/file cannot be written"), opened(tmp_path / "file"):
+        pass
+    other = log.Log(tmp_path / "b", fakes.World(1), 3, "project")
+    other.open({}, "", 0)
+    other.step(0, {"reward/mean": 1.0})
+    log.write_samples(other, "x", [])
+    other.finish(3)
+    other.close()
+    assert not (tmp_path / "b").exists()
 
 
-def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
-    """And says what it takes over, on the screen and in args.json."""
-    (tmp_path / "mine.py").write_text("def mine(completion, **row): return len(completion)\n")
-    flags = "--model", with_date, "--reward", "mine.py:mine"
-    assert go(tmp_path, *flags, "--steps", "1", TZ=EAST)[0] == 0
-    (tmp_path / "mine.py").write_text("def mine(completion, **row): return -len(completion)\n")
-    status, text = go(tmp_path, *flags, "--steps", "2", "--temperature", "0.7", TZ=WEST)
-    assert status == 0 and len(dates(tmp_path)) == 1, text
-    said = [line.strip() for line in text.splitlines() if line.startswith("  resumed with ")]
-    assert said == ["resumed with --temperature 0.7 (was 1.0) from step 2 on",
-                        "resumed with --steps 2 (was 1) from step 2 on"]
-    kept = json.loads((tmp_path / "runs/x/args.json").read_text())
-    assert kept["changes"] == said and kept["temperature"] == 0.7
-    # A second resume keeps what the first one said, and the flags that it does not give.
-    status, text = go(tmp_path, *flags, "--steps", "3", "--lr", "2e-3", TZ=EAST)
-    kept = json.loads((tmp_path / "runs/x/args.json").read_text())["changes"]
-    assert kept[:2] == said and kept[2].startswith("resumed with --steps 3 (was 2)")
-    assert kept[4] == "lr is 0.002 in step 3 (it was 0.001 in step 2)", kept
-    assert "temperature" not in text and "goes on after step 2 of 3, begun " in text
-    # What a resume is compared by is there.
-    settings = json.loads((faults.last(tmp_path / "runs/x") / "state.json").read_text())["settings"]
-    assert {*FACTS, "row_digests"} | checkpoint.fixed(grpo.Args()) <= settings.keys()
+def fill(it: log.Log) -> None:
+    """Writes a folder, as the export does."""
+    with log.whole_folder(it.folder / "model") as unfinished:
+        (unfinished / "weights").write_text("y" * 99)
+
+
+@pytest.mark.parametrize("file, write, ends", [
+    ("metrics.jsonl", lambda it: it.step(2, {"reward/mean": 0.6}), True), ("model", fill, True),
+    ("samples/x.jsonl", lambda it: log.write_samples(it, "x", [fakes.sample(text="y" * 999)]),
+     False), ("curve.png", log.draw_curve, False)])
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, capsys, file, write, ends):
+    """It ends the run in a sentence, or, where a file only decorates the run, costs a line."""
+    with opened(tmp_path) as it:
+        it.step(1, {"reward/mean": 0.5})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        try:
+            write(it)
+            said = capsys.readouterr().out
+        except log.NotWritten as error:
+            said = f"{error.status} {error}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    words = f"1 {tmp_path}/{file} cannot be" if ends else f"{file} is not written: NotWritten: "
+    assert words in said, said
+    assert "(ulimit -f)" in said and (file == "metrics.jsonl" or not (tmp_path / file).exists())
+    with opened(tmp_path, 1) as again:  # the same command goes on
+        write(again)
+    assert log.read(tmp_path / "metrics.jsonl")[0]["step"] == 1 and (tmp_path / file).exists()
+
+
+def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch):
+    """A crash of the machine leaves the old file or the new one, never an empty one."""
+    order, shipped = [], Path.replace
+    for name in "fsync", "sync":
+        monkeypatch.setattr(log.os, name, lambda *number: order.append("fsync"))
+    for name in "replace", "rename":
+        monkeypatch.setattr(Path, name, lambda self, to: (order.append("rename"),
+                                                          shipped(self, to)))
+    log.write_whole(tmp_path / "done.json", "{}")
+    fill(SimpleNamespace(folder=tmp_path))
+    assert order == ["fsync", "rename"] * 2

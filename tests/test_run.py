@@ -1,73 +1,342 @@
-"""A run between its steps and at its end: evaluations, what is saved, grades, exit statuses."""
-import json
+"""A run does what its flags say, and shows what it did: one recorded run of each script, with
+numbers that are all unlike (4 prompts, 3 completions, 10 rows, seed 7), held against its own
+samples and formulas; how a run is named, graded and shown; run.sh and the tools that read a run."""
+import os
+import re
+import subprocess
+import sys
 from datetime import datetime
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-import torch
+from transformers import AutoModelForCausalLM
 
-import dist
+import checkpoint
 import evaluate
+import fakes
+import faults
+import flags
+import grpo
 import log
-import losses
-import run
+import ranks
+from data import Stream
+from dist import share
 from errors import SettingsError
-from fakes import args, run_of, sample
-from flags import RunArgs
-from log import NotWritten
-from tools import export
+from examples import tiny
+from fakes import SCRIPTS
+from faults import ROOT
+from log import is_evaluation, read
+from rollout import Request, hash_seed
+from tools import score
 
-ROOT = Path(__file__).parent.parent
+P, G, ROWS, STEPS, SEED = 4, 3, 10, 13, 7
 
+# ---- the recorded runs
 
-# ---- evaluations
-
-def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
-    it = MagicMock(args=args(eval_data="tiny", eval_samples=3, eval_temperature=0.7, group=5,
-                             temperature=1.5))
-    it.inputs.eval_rows, scored = ["a", "b"], []
-    monkeypatch.setattr(evaluate, "score_samples", lambda *all: scored.append(all[2]))
-    monkeypatch.setattr(evaluate, "evaluation_metrics", lambda samples, args: {})
-    monkeypatch.setattr(evaluate, "write_samples", it.written)
-    evaluate.sampled_metrics(it, 7)
-    prompts, group, temperature, purpose = it.engine.sample.call_args.args
-    assert [p.row for p in prompts] == ["a", "b"] and [p.position for p in prompts] == [0, 1]
-    assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
-    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample(),
-                                       decode=it.engine.tokenizer.decode)
-
-
-def test_one_overall_pass_rate_and_one_of_each_source():
-    found = evaluate.evaluation_metrics(
-        [sample(1.0, 0, source="a"), sample(0.0, 1, source="a"), sample(0.0, 2, source="b"),
-         sample(None, 3, source="b")], evaluate.EvalArgs())
-    assert found["eval/pass@1"] == 0.25 and found["eval/rows"] == 4 and found["eval/unscored"] == 1
-    assert found["eval/a/pass@1"] == 0.5 and found["eval/b/pass@1"] == 0
-    assert found["eval/reward"] == pytest.approx(1 / 3)  # a judge that fails is no 0
-    assert found["eval/a/reward"] == 0.5 and found["eval/b/reward"] == 0
-    assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
-    line = log.Log(Path(), SimpleNamespace(rank=0), 3).evaluation_line({"step": 3} | found)
-    assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
-    assert "a/pass@1 0.500 (" in line and "b/pass@1 0.000 (" in line
-    assert not any(key.startswith("eval/x/") for key in evaluate.evaluation_metrics(
-        [sample(1.0, 0), sample(None, 1)], evaluate.EvalArgs()))  # one source has no own line
+MINE = """
+def near(completion, answer, **row):
+    if sum(map(ord, completion)) % 5 == 0:
+        return None
+    return sum(a == b for a, b in zip(completion, answer)) / 6
+"""
+FLAGS = f"""--data train.jsonl --eval_data test.jsonl --reward exact mine.py:near:0.5 --batch {P}
+    --group {G} --steps {STEPS} --seed {SEED} --temperature 0.9 --max_tokens 12 --update_tokens 200
+    --max_prompt_tokens 64 --lr 1e-3 --warmup_steps 2 --lr_schedule linear --eval_samples 3
+    --eval_temperature 0.8 --eval_every 6 --samples_every 1 --wandb test --timeout 77
+    --minibatches 1"""
+OF_SCRIPT = {
+    "grpo": "--dynamic_sampling --refills 2 --kl_loss_coef 0.01 --target_reward 1 0 --save_every 5",
+    "ppo": """--tp 2 --kl_reward_coef 0.05 --kl_target 0.02 --kl_horizon 20 --critic_lr 2e-3
+        --critic_warmup_steps 3 --target_reward 0 1 --save_every 2"""}
 
 
-def test_the_groups_that_would_teach_nothing_are_those_without_an_advantage():
-    """A completion without a score is no value of its own."""
-    rewards = [1, 1, 1, 1, 1, None, 1, None, None, None, None, None, 1, 0, None, 1, 0, 0]
-    found = evaluate.evaluation_metrics(
-        [sample(value, i // 3) for i, value in enumerate(rewards)],
-        evaluate.EvalArgs(eval_samples=3))
-    advantages = losses.group_advantages(
-        torch.tensor([r or 0.0 for r in rewards]), 3, kind="dr_grpo", eps=0.0,
-        scored=torch.tensor([r is not None for r in rewards]))
-    none = (advantages.view(-1, 3) == 0).all(1)
-    assert none.tolist() == [True] * 4 + [False] * 2
-    assert found["eval/groups_equal"] == pytest.approx(4 / 6)
+@pytest.fixture(scope="module", params=SCRIPTS)
+def made(request, tmp_path_factory):
+    """The recorded run of a script on two ranks: its folder, rows and calls of each rank. That of
+    grpo.py is two engines, a reached grade and a Weights & Biases that answers; that of ppo.py one
+    engine, a missed grade and a server that is away."""
+    place, script = tmp_path_factory.mktemp(request.param), request.param
+    (place / "mine.py").write_text(MINE)
+    for name, number, split in ("train", ROWS, "train"), ("test", 7, "test"):
+        rows = [row | {"data_source": "ab"[i % 2]}
+                for i, row in enumerate(tiny.rows(number, 0, split=split))]
+        (place / f"{name}.jsonl").write_text(log.as_lines(rows))
+    status, text = faults.Attempt(
+        place, "--model", faults.model(), "--name", "x", *FLAGS.split(), *OF_SCRIPT[script].split(),
+        script=script, RECORD=str(place), RECORD_WANDB="away" if script == "ppo" else "",
+        STARTED_AS="./run.sh job").end()
+    folder = place / "runs/x"
+    assert (folder / "done.json").exists(), text
+    rows = read(folder / "metrics.jsonl")
+    return SimpleNamespace(
+        script=script, place=place, folder=folder, status=status, text=text, rows=rows,
+        steps=[row for row in rows if not is_evaluation(row)], data=read(place / "train.jsonl"),
+        samples={path.stem: read(path) for path in sorted(folder.glob("samples/*"))},
+        calls=[read(place / f"{rank}.jsonl") for rank in (0, 1)])
+
+
+def called(made, name: str, rank: int = 0) -> list:
+    """The arguments of each recorded call."""
+    return [what for kind, step, what in made.calls[rank] if kind == name]
+
+
+def mean(values) -> float:
+    values = [value for value in values if value is not None]
+    return float(np.mean(values)) if values else 0.0
+
+
+def of_samples(rows: list[dict]) -> dict[str, float]:
+    """The metrics of all completions of a step, by their formulas, from its file of samples/."""
+    totals, tokens = [row["reward"] for row in rows], sum(row["tokens"] for row in rows)
+    found = {"rollout/completions": len(rows), "rollout/unscored": totals.count(None),
+             "rollout/tokens": tokens, "rollout/length_mean": tokens / len(rows),
+             "rollout/truncated_frac": mean([row["truncated"] for row in rows]),
+             "reward/mean": mean(totals), "reward/exact": mean(r["rewards"]["exact"] for r in rows),
+             "reward/near": mean(row["rewards"]["near"] for row in rows),
+             "reward/std": float(np.std([total for total in totals if total is not None]))}
+    if all("engine_logprobs" in row for row in rows):
+        found["policy/entropy"] = -sum(sum(row["engine_logprobs"]) for row in rows) / tokens
+    return found
+
+
+def groups_of(rows: list[dict]) -> list[list[dict]]:
+    return [rows[i:i + G] for i in range(0, len(rows), G)]
+
+
+def kept_of(rows: list[dict]) -> list[list[dict]]:
+    """The groups whose scored rewards differ."""
+    return [group for group in groups_of(rows)
+            if len({row["reward"] for row in group} - {None}) > 1]
+
+
+def rollouts(made) -> list[list[range]]:
+    """The places in the data that each step draws, by rollout: fewer at the end of an epoch; with
+    --dynamic_sampling at most two rollouts more, until the rewards of P groups differ."""
+    steps, place = [], 0
+    for step in range(1, STEPS + 1):
+        rows, drawn, seen = made.samples[f"step_{step:05d}"], [], 0
+        while not drawn or (made.script == "grpo" and len(drawn) < 3
+                            and len(kept_of(rows[:seen])) < P):
+            drawn.append(range(place, place + min(P, ROWS - place % ROWS)))
+            place, seen = drawn[-1].stop, seen + G * len(drawn[-1])
+        assert seen == len(rows)
+        steps.append(drawn)
+    return steps
+
+
+def test_a_step_trains_on_the_rows_that_the_seed_orders_and_its_metrics_are_their_formulas(made):
+    """Of every step: rows, rewards, lengths, entropy, which groups are trained on and what is
+    dropped, the advantages, and the engine's log-probs near the trainer's."""
+    assert [row["step"] for row in made.steps] == [*range(1, STEPS + 1)]
+    for row, drawn in zip(made.steps, rollouts(made), strict=True):
+        rows = made.samples[f"step_{row['step']:05d}"]
+        places = [place for one in drawn for place in one for _ in range(G)]
+        assert [sample["position"] for sample in rows] == places
+        assert row["data/position"] == drawn[-1].stop
+        for sample in rows:
+            asked, = Stream(made.data, SEED, sample["position"]).next(1)
+            assert asked.row["question"] in sample["prompt"]
+        expected = of_samples(rows)
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert row.get("rollout/logprob_gap_max", 0) < 1e-4
+        kept = groups_of(rows) if made.script == "ppo" else kept_of(rows)[:P]
+        trained = [s for group in kept for s in group if s["reward"] is not None]
+        dropped = {"batch/dropped_unscored": G * len(kept) - len(trained)}
+        if made.script == "grpo":
+            surplus = G * (len(kept_of(rows)) - len(kept))
+            dropped |= {"batch/dropped_surplus": surplus,
+                        "batch/dropped_equal": len(rows) - surplus - G * len(kept)}
+            for group in kept:
+                baseline = mean(one["reward"] for one in group)
+                A = [None if s["reward"] is None else s["reward"] - baseline for s in group]
+                assert [s["advantage"] for s in group] == pytest.approx(A)
+        expected = dropped | {"batch/dropped": sum(dropped.values()), "batch/prompts": len(kept),
+                              "batch/trained": len(trained)}
+        assert {name: row[name] for name in expected} == expected
+        assert [s for s in rows if s["advantage"] is not None] == trained
+
+
+def test_rates_and_coefficients_follow_their_flags(made):
+    """The KL is that to the starting model: 0 before the first update. ppo.py's policy waits for
+    the critic, and its coefficient is adapted from the KL of each step."""
+    schedule = [0.5, 1.0, *(1 - i / 11 for i in range(11))]
+    if made.script == "grpo":
+        assert abs(made.steps[0]["loss/kl"]) < 1e-9 < made.steps[-1]["loss/kl"]
+        assert len({len(drawn) for drawn in rollouts(made)}) > 1  # there were refills
+    else:
+        rates = [row["critic/lr"] for row in made.steps]
+        assert rates == pytest.approx([2e-3 * rate for rate in schedule])
+        schedule[:3], coefficient = [0, 0, 0], 0.05
+        for row, used in zip(made.steps, called(made, "losses/token_rewards"), strict=True):
+            assert used == pytest.approx(coefficient) and used == pytest.approx(
+                row["policy/kl_coef"])
+            error = np.clip(row["policy/kl"] / 0.02 - 1, -0.2, 0.2)
+            coefficient *= 1 + error * min(row["rollout/completions"] / 20, 1)
+        assert abs(made.steps[0]["policy/kl"]) < 1e-9 and coefficient != 0.05
+    assert [row["lr"] for row in made.steps] == pytest.approx(
+        [1e-3 * rate for rate in schedule], abs=1e-9)
+
+
+def test_each_completion_is_a_request_with_its_own_seed_on_the_rank_that_has_it(made):
+    """Of the run's seed, the purpose, the place in the data and its number in the group. Each phase
+    is announced with the number of its parts, alike on both ranks."""
+    tp = 2 if made.script == "ppo" else 1
+    sampled = [("train", one) for drawn in rollouts(made) for one in drawn]
+    for rank in range(2):
+        for heat, asked in (0.9, sampled), (0.8, [("eval", range(7))] * 4):
+            seeds = [[hash_seed(SEED, purpose, place, i) for place in one for i in range(G)]
+                     for purpose, one in asked]
+            found = [call for name, step, call in made.calls[rank] if step >= 0
+                     and name == "vllm/LLM/generate" and call[0]["temperature"] == heat]
+            assert [[request["seed"] for request in call] for call in found] == [
+                one[share(len(one), 2 // tp, rank // tp)] for one in seeds]
+            same = {"max_tokens": 12, "ignore_eos": True, "top_p": 1.0}
+            assert all(same.items() <= request.items() for call in found for request in call)
+        options, = called(made, "vllm/LLM/__init__", rank)
+        assert options["tensor_parallel_size"] == tp and options["max_model_len"] >= 64 + 12
+        assert options["kv_cache_memory_bytes"] == int(0.1 * 2**30)
+        assert called(made, "dist/join", rank) == [77.0]
+        built = [["LogprobModel", True], ["ValueModel", True], ["LogprobModel", False]]
+        assert called(made, "model/build", rank) == built[:: 3 - tp]
+    phases = called(made, "dist/World/same_phase")
+    assert phases == called(made, "dist/World/same_phase", 1)
+    for phase in "rollout", "reward":
+        sizes = [G * len(one) for _, one in sampled] + [7 * G] * 4
+        assert sorted(n for name, n in phases if name == phase) == sorted(sizes)
+    assert "update" in {name for name, n in phases if n > 0}
+
+
+def test_an_evaluation_is_of_all_rows_and_of_each_source(made):
+    """Before the first step, after every sixth and after the last. pass@k is the mean over all
+    choices of k of a row's completions."""
+    evaluations = [row for row in made.rows if is_evaluation(row)]
+    assert [row["step"] for row in evaluations] == [0, 6, 12, 13]
+    for row in evaluations:
+        groups = groups_of(made.samples[f"eval_{row['step']:05d}"])
+        for prefix, some in ("eval/", groups), ("eval/a/", groups[::2]), ("eval/b/", groups[1::2]):
+            passed = [[s["reward"] is not None and s["rewards"]["exact"] == 1 for s in group]
+                      for group in some]
+            every = [sample for group in some for sample in group]
+            expected = {f"pass@{k}": mean(any(chosen) for group in passed
+                                          for chosen in combinations(group, k)) for k in (1, 2, 3)}
+            expected |= dict(
+                rows=len(some), unscored=[s["reward"] for s in every].count(None),
+                length_mean=mean(s["tokens"] for s in every),
+                reward=mean(s["reward"] for s in every),
+                groups_equal=1 - len(kept_of(every)) / len(some))
+            assert {name: row[prefix + name] for name in expected} == pytest.approx(expected)
+            assert row[f"{prefix}pass@1_low"] <= expected["pass@1"] < row[f"{prefix}pass@1_high"]
+
+
+def test_it_ends_graded_and_leaves_what_the_pages_list(made):
+    """The exit status, the lines of the screen, the files, the documented names of metrics, and the
+    model of the last step, which tools/export.py makes of the last checkpoint too."""
+    folder, text, reached = made.folder, made.text, made.script == "grpo"
+    assert (made.status == 0) == reached
+    grade = "reached --target_reward: at most 1.0 before and at least 0.0" if reached else (
+        "missed --target_reward: at most 0.0 before and at least 1.0")
+    for words in (grade, "a new run. After a kill: ./run.sh job --name x", "step  1/13",
+                  "step 13/13", f"plan for {made.script}.py on 2 ranks",
+                  "evaluation after 0 steps: pass@1 ",
+                  "reward, first 3 and last 10 of 13 steps: 0.", "the run is in runs/x/"):
+        assert text.count(words) == 1, (words, text)
+    assert not (reached and re.search("Warning|WARNING|INFO", text)), text
+    page = (ROOT / "docs/reference/metrics_and_files.md").read_text()
+    cells = "".join(re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE))
+    named = re.sub("[A-Z]+|(?<=@)k", ".+", "|".join(re.findall("`(.+?)`", cells)))
+    names = {re.sub("eval/[ab]/", "eval/", name) for row in made.rows for name in row}
+    assert not [name for name in names if not re.fullmatch(named, name)]
+    expected = {"seed": SEED, "lr": 1e-3, "ranks": 2, "name": "x", "script": f"{made.script}.py"}
+    assert expected.items() <= read(folder / "args.json").items()
+    assert read(folder / "args.json")["versions"]["torch"].startswith("2.")
+    assert read(folder / "done.json") == {"steps": STEPS}
+    assert "2 ranks" in (folder / "plan.txt").read_text()
+    assert (folder / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert {path.name for path in folder.glob("checkpoints/*")} == {
+        "step_10" if reached else "step_12", "step_13"}
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+    ranks.script(ROOT / "tools/export.py", folder, cwd=made.place)
+    ours, theirs = (folder / f"{name}/model.safetensors" for name in ("step_13", "model"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_weights_and_biases_gets_every_row_and_its_failure_costs_a_line(made):
+    """Nobody is asked for a key; an evaluation sends no times, which would replace the step's; the
+    id has the time of the beginning, so a name that is used again is another run."""
+    assert not called(made, "wandb.init", 1)
+    how, = called(made, "wandb.init")
+    began = re.sub(r"\D", "", read(made.folder / "args.json")["began"])
+    expected = {"project": "test", "mode": "offline", "resume": "allow", "id": f"x-{began}"}
+    assert expected.items() <= how.items()
+    sent = [[{name: value for name, value in row.items() if name.startswith("eval/")}
+             if is_evaluation(row) else row, row["step"]] for row in made.rows]
+    away = "wandb is off from here: ConnectionError: the server is away"
+    answers = made.script == "grpo"
+    assert called(made, "wandb.log") == (sent if answers else sent[:1])
+    assert (made.text.count(away), len(called(made, "wandb.finish"))) == (1 - answers, answers)
+
+
+def test_a_reward_can_be_tried_on_the_completions_of_the_run(made, monkeypatch, capsys):
+    """tools/score.py prints the numbers of samples/, of the run's reward and of the tried one."""
+    monkeypatch.setattr("sys.argv", ["", str(made.folder), f"{made.place}/mine.py:near"])
+    score.main()
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    rows = [row for name, some in made.samples.items() if "step" in name for row in some]
+    totals, groups = [row["reward"] for row in rows], len(rows) // G
+    assert shown.startswith(f"{len(rows)} completions in {groups} groups\n")
+    assert (f"the run's reward mean {mean(totals):.3f} groups that differ "
+            f"{len(kept_of(rows)) / groups:.1%} unscored {totals.count(None)}\n") in shown
+    assert f"near mean {mean(row['rewards']['near'] for row in rows):.3f} " in shown
+
+
+# ---- what a run is called, when it saves, how it is graded
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_ranks_of_one_engine_share_its_completions(rank):
+    engine = fakes.engine_of(rank, 4, tp=2)
+    engine.generate = lambda requests, temperature: [request.seed for request in requests]
+    found = engine.complete([Request([1], i) for i in range(7)], 1.0)
+    assert found == [[0, 1], [2, 3], [4, 5], [6]][rank]
+
+
+def test_a_run_that_is_there_goes_on_or_is_refused(tmp_path, monkeypatch):
+    """A finished one goes on if more steps are asked for; a value of args.json that its flag does
+    not take today is a sentence."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/x").mkdir(parents=True)
+    (tmp_path / "runs/x/done.json").write_text('{"steps": 60}')
+    (tmp_path / "runs/x/args.json").write_text('{"script": "grpo.py", "aggregation": "all"}')
+    now, more = datetime(2024, 2, 3, 4, 5, 6), fakes.args(name="x", steps=90)
+    assert log.choose_folder(fakes.args(), now) == Path("runs/grpo-20240203-040506")
+    assert log.choose_folder(more, now) == Path("runs/x")
+    monkeypatch.setattr(sys, "argv", "grpo.py --name x".split())
+    monkeypatch.setattr(flags.dist, "run", lambda main: main())  # it would end this process
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **options: None, raising=False)
+    for call, words in (
+            (lambda: log.choose_folder(fakes.args(name="x", steps=60), now), "with 60 steps"),
+            (lambda: log.choose_folder(fakes.args(name="x", steps=90, resume=False), now),
+             "runs/x exists; choose another, or --resume"),
+            (lambda: checkpoint.newest(more, fakes.World(), Path("runs/x"), {}),
+             "is finished and has no checkpoint"),
+            (lambda: grpo.parse(grpo.Args, ""), "runs/x/args.json, .*--aggregation")):
+        with pytest.raises(SettingsError, match=words):
+            call()
+
+
+@pytest.mark.parametrize("reward, passed, missed", [
+    ((0.11, 0.9), (0.05, 0.97), []), ((0.05, 0.9), (0.05, 0.99), ["reward", "eval"]),
+    ((0.2, 0.99), (0.01, 0.97), ["reward", "eval"])])
+def test_a_run_is_graded_by_both_ends_of_both_numbers(capsys, reward, passed, missed):
+    it = log.Log(Path(), fakes.World(), 13)
+    steps = [{"reward/mean": value, "time/step": 1.0, "rollout/tokens": 7}
+             for value in [0.0, 0.1, 0.2] + [0.95] * 10]
+    before, after = ({"eval/rows": 9, "eval/pass@1": value} for value in (0.05, 0.97))
+    it.rows = [before, *steps, after]
+    assert log.grade(it, SimpleNamespace(target_reward=reward, target_eval=passed)) == bool(missed)
+    assert re.findall(r"^missed --target_(\w+)", capsys.readouterr().err, re.M) == missed
 
 
 @pytest.mark.parametrize("rate, n", [(0.02, 1), (0.5, 4)])
@@ -81,185 +350,72 @@ def test_the_interval_covers_the_true_rate(rate, n):
     assert covered >= 180
 
 
-# ---- what is kept
+# ---- lines
 
-@pytest.mark.parametrize("step, shown", [(0, True), (1, False), (3, True)])
-def test_a_step_is_recorded(tmp_path, monkeypatch, step, shown):
-    """--steps is 4: each second step, and the last one."""
-    written, engine = [], MagicMock()
-    it = run_of(tmp_path, args(steps=4, samples_every=2), engine=engine)
-    monkeypatch.setattr(run, "write_samples", lambda *all, **o: written.append((all, o)))
-    it.record(step, ["all"])
-    kept = (it.log, f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
-    assert written == ([kept] if shown else [])
-
-
-@pytest.mark.parametrize("now, coef", [(0.1, 0.07), (0.3, 0.3)])
-def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch, now, coef):
-    """A new --kl_reward_coef is taken, and an adapted one goes on."""
-    saved, loaded = [], []
-    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all))
-    monkeypatch.setattr(run.checkpoint, "load", lambda *all: loaded.append(all))
-
-    def ppo(kl_reward_coef: float) -> run.Run:
-        it = run_of(tmp_path, args(keep=3), engine=MagicMock(), kl_coef=kl_reward_coef, settings={
-            "kl_reward_coef": kl_reward_coef})
-        it.args = SimpleNamespace(**vars(it.args) | {
-            "critic_args": True, "kl_target": 0.1, "kl_reward_coef": kl_reward_coef})
-        it.stateful["another"] = MagicMock(state_dict=lambda: ["a part's"])
-        return it
-
-    it, again = ppo(0.1), ppo(now)
-    it.kl_coef, it.log.bad_steps, it.stream.position = 0.07, 2, 7
-    it.save(5)
-    (folder, _, _, state, keep), = saved
-    assert (folder, state["step"], keep) == (tmp_path / "checkpoints", 5, 3)
-    found = SimpleNamespace(state=json.loads(json.dumps(state)))
-    again.restore(found)
-    assert loaded == [(found, again.world, again.trained)]
-    assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (coef, 2, 7)
-    again.stateful["another"].load_state_dict.assert_called_once_with(["a part's"])
+@pytest.mark.parametrize("steps, skipped, bad, norm, told", [
+    (1, 0, 0, 0.0, True), (0, 1, 0, 0.0, True),  # equal rewards in every group; nothing scored
+    (0, 0, 1, 0.0, False), (0, 0, 0, 0.0, False),  # not finite; the critic's warm-up
+    (1, 0, 0, 1e-13, True)])  # a rounding error is no gradient
+def test_a_step_says_what_is_left_and_whether_it_learned(steps, skipped, bad, norm, told):
+    it = log.Log(Path(), fakes.World(), 100)
+    it.rows = [{"time/step": 900.0}, {"time/step": 3.0}, {"time/step": 3.0}]  # the first compiles
+    line = it.step_line({"step": 3, "grad/norm": norm, "update/steps": steps, "time/step": 3.0,
+                         "update/skipped": skipped, "grad/norm_not_finite": bad})
+    assert ("nothing to learn from" in line) == told and line.endswith("5 min left")
 
 
-@pytest.mark.parametrize("steps, flags, after", [
-    (35, {}, [4, 8, 12, 16, 20, 24, 28, 32, 35]), (3, {}, [1, 2, 3]), (35, {"save_every": 0}, []),
-    (35, {"eval_only": True}, []), (7, {"save_every": 3}, [3, 6, 7])])
-def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, flags, after):
-    it = run_of(tmp_path, args(steps=steps, **flags))
-    assert [step for step in range(1, steps + 1) if step in it.saves] == after
+def test_a_terminal_that_closed_ends_no_run():
+    code = ("import sys; sys.path.insert(0, '.'); from errors import tell\n"
+            "for i in range(9999): tell('x' * 99); tell('y', sys.stderr)\nprint('z'); sys.exit(7)")
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, cwd=ROOT)
+    done.stdout.read(9)
+    done.stdout.close()
+    assert done.wait(60) == 7
 
 
-@pytest.mark.parametrize("started, argv, size, local, command", [
-    ("./run.sh kk", ["grpo.py", "--steps", "9"], 2, 2, "./run.sh kk --name a-b"),
-    (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
-    (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
-     "bin/torchrun --nproc_per_node 4 grpo.py --name a-b "
-     "(with your flags of torchrun)"),
-    (None, ["ppo.py", "--name=a-b"], 4, 2,
-     "bin/torchrun --nproc_per_node 2 ppo.py --name a-b (with your flags of torchrun)")])
-def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
-    monkeypatch.setattr(run.sys, "argv", argv)
-    monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
-    monkeypatch.setenv("STARTED_AS", started or "")
-    assert run.again(SimpleNamespace(size=size, local_size=local), "a-b") == command
+# ---- run.sh
+
+@pytest.mark.parametrize("line, count, words, graded", [
+    ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
+    ("ppo --lr 1e-5", "1", "ppo.py --warmup_steps 10 --steps 35 --lr 1e-5", True),
+    ("--steps 3", "3", "grpo.py --warmup_steps 10 --steps 35 --steps 3", False),
+    ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
+    ("--data mine.jsonl", "", "grpo.py --data mine.jsonl kept", False),
+    ("kk --data=mine.jsonl", "", "grpo.py --model tiny:kk --lr 1e-4 --data=mine.jsonl", False),
+    ("--name there", "", "grpo.py --name there kept", False)])
+def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, count, words, graded):
+    """Nothing of a job's own rows is left with --data, no grade with a change of the task, and
+    nothing at all if the run goes on. Here set-up is done, and there is no GPU."""
+    text = (ROOT / "run.sh").read_text().replace("nvidia-smi", "false")
+    (tmp_path / "run.sh").write_text(text.replace("setup() {\n", "setup() {\n  return\n"))
+    torchrun = tmp_path / ".venv/bin/torchrun"
+    for name in torchrun, tmp_path / "runs/there/args.json":
+        name.parent.mkdir(parents=True)
+    name.touch()
+    torchrun.write_text('#!/bin/sh\necho "$@" "kept ${PYTHONDONTWRITEBYTECODE-kept}"\n')
+    torchrun.chmod(0o755)
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "RANKS": count}
+    if not count:
+        del env["RANKS"]
+    done = subprocess.run(["bash", "run.sh", *line.split()], cwd=tmp_path, env=env, text=True,
+                          capture_output=True)
+    assert done.stdout.endswith(" kept kept\n"), done.stderr
+    given = iter(done.stdout.split())
+    words = f"--local_addr 127.0.0.1 --nproc_per_node {count or 2} {words}"
+    assert all(word in given for word in words.split()), done.stdout  # in this order
+    own = "mine" in line or "there" in line
+    flags = {"--warmup_steps": not own, "--eval_data": not own, "--target_reward": graded,
+             "--target_eval": graded}
+    assert {flag: flag in done.stdout for flag in flags} == flags
 
 
-# ---- the end
+# ---- rates that are not given
 
-@pytest.mark.parametrize("flags, stops, rank, missed, status, order", [
-    ({}, False, 0, False, 0, [4, "export", "done 4"]), ({}, False, 0, True, 1, [
-        4, "export", "done 4"]),
-    ({}, False, 1, True, 1, [4, "export", "done 4"]),  # rank 0 missed it
-    ({}, True, 0, False, 75, [4, "saved 4"]),  # SIGTERM in the last evaluation
-    (dict(eval_only=True), False, 0, False, 0, [4])])
-def test_how_a_run_ends(tmp_path, monkeypatch, flags, stops, rank, missed, status, order):
-    found, it = [], run_of(tmp_path, args(eval_data="tiny", steps=4, **flags))
-    for name, say in dict(evaluate="{}", export="export").items():
-        monkeypatch.setattr(run.Run, name, lambda it, step="", say=say: found.append(
-            step if step != "" else say))
-    monkeypatch.setattr(run.checkpoint, "save", lambda *all: found.append(
-        f"saved {all[3]['step']}"))
-    monkeypatch.setattr(run.log, "grade", lambda *all: missed)
-    monkeypatch.setattr(run.log, "draw_curve", lambda log: None)
-    it.world.rank, it.world.any_rank = rank, lambda flag: flag or rank > 0
-    it.log.finish = lambda steps: found.append(f"done {steps}")
-    it.stop.agreed = lambda: stops
-    assert it.finish() == status and found == order
-    assert ("ended after 4 of 4 steps. This goes on: ./run.sh --name x" in it.log.said[-1]) == stops
-
-
-@pytest.mark.parametrize("flags, missed", [
-    ({"target_reward": (0.2, 0.9), "target_eval": (0.05, 0.97)}, []),
-    ({"target_reward": (0.05, 0.9), "target_eval": (0.05, 0.99)},
-     ["--target_reward", "--target_eval"]),
-    ({"target_reward": (0.2, 0.99), "target_eval": (0.01, 0.97)},
-     ["--target_reward", "--target_eval"])])
-def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags, missed):
-    rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7, "grad/norm": 1.0}
-            for r in [0.0, 0.1, 0.2] + [0.95] * 10]
-    rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
-    said = []
-    it = log.Log(Path(), SimpleNamespace(rank=0), 13)
-    it.rows, it.say = rows, said.append
-    found = log.grade(it, RunArgs(**flags))
-    lines = capsys.readouterr().err.splitlines()
-    assert found == bool(missed) and [line.split()[1].strip(":") for line in lines] == missed
-    assert "reward, first 3 and last 10 of 13 steps: 0.100 -> 0.950" in said
-    assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
-
-
-@pytest.mark.parametrize("ending, status, words", [
-    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This goes on: ./run.sh --name x\n"),
-    (SettingsError("a sentence"), 2, "error: a sentence\n"),
-    (NotWritten("a sentence"), 1, "error: a sentence\n"),
-    (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback"),
-    (ConnectionResetError("Connection reset by peer"), 1, "[rank 0] failed:\nTraceback")])
-def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words):
-    """What torchrun shows of a failure is in its error file."""
-    def leave(status):
-        raise SystemExit(status)
-
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("faulthandler.enable", lambda **options: None)
-    monkeypatch.setattr(dist.os, "_exit", leave)
-    monkeypatch.setattr(dist.World, "joined", SimpleNamespace(again="./run.sh --name x"))
-    main = MagicMock(side_effect=[ending])  # an exception is raised, a number returned
-    with pytest.raises(SystemExit) as ended:
-        dist.run(main)
-    said, is_bug = capsys.readouterr().err, "failed" in words
-    assert ended.value.code == status
-    assert said.startswith(words) if is_bug else said == words
-    assert file.exists() == ("error" in words or is_bug)
-    if file.exists():
-        told = json.loads(file.read_text())["message"]
-        assert told["message"].endswith(str(ending))
-        traced = "Traceback" in told["extraInfo"]["py_callstack"]
-        assert traced != isinstance(ending, SettingsError)
-
-
-def test_a_machine_without_git_has_versions_too(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert log.versions()["commit"] == ""
-
-
-# ---- odd folders
-
-
-@pytest.mark.parametrize("run_name, step, to, words", [
-    ("none", None, None, "none has no checkpoints. A run keeps some with --save_every."),
-    ("x", 7, None, "x has no checkpoint of step 7. Would work: 2, 10."),
-    ("x", None, None, "x/step_10 exists. Would work: --to and the name of a new folder."),
-    ("x", 2, ".", " exists. Would work: --to"),
-    ("x", 2, None, "--model m has other weights than when the run began.")])
-def test_an_export_of_what_is_not_there_is_one_sentence(tmp_path, monkeypatch, run_name, step, to,
-                                                        words):
-    monkeypatch.chdir(tmp_path)
-    for name in "step_2", "step_10", "step_12.partial":
-        (tmp_path / "x/checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "x/checkpoints" / name / "state.json").write_text(
-            '{"settings": {"model": "m", "model_files": "other"}}')
-    for name in "x/step_10", "m":
-        (tmp_path / name).mkdir()
-    for name in "config.json", "model.safetensors":
-        (tmp_path / "m" / name).write_text("{}")
-    with pytest.raises(SettingsError) as error:
-        export.export(Path(run_name), step, to and Path(to))
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_command_that_would_write_over_a_finished_run_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/x").mkdir(parents=True)
-    (tmp_path / "runs/x/done.json").write_text('{"steps": 60}')
-    now, more = datetime(2024, 2, 3, 4, 5, 6), args(name="x", steps=90)
-    with pytest.raises(SettingsError, match="runs/x is finished, with 60 steps"):
-        log.choose_folder(args(name="x", steps=60), now)
-    assert log.choose_folder(args(), now) == Path("runs/grpo-20240203-040506")
-    assert log.choose_folder(more, now) == Path("runs/x")
-    with pytest.raises(SettingsError, match="runs/x is finished and has no checkpoint"):
-        run.checkpoint.newest(more, SimpleNamespace(gather=list), Path("runs/x"), {})
-    (tmp_path / "runs/x/args.json").touch()
-    with pytest.raises(SettingsError, match="runs/x exists; choose another, or --resume"):
-        log.choose_folder(args(name="x", steps=90, resume=False), now)
+@pytest.mark.parametrize("size, rates", [(370_000, [3e-4, 1e-3]), (135_000_000, [1e-6, 1e-5])])
+def test_a_rate_that_is_not_given_depends_on_the_models_size(size, rates):
+    """That of the policy and of the critic. What is given stays."""
+    args = SCRIPTS["ppo"].Args()
+    for parameters in size, 1:
+        args.choose_rates(parameters)
+        assert [args.lr, args.critic_args.critic_lr] == rates

@@ -1,12 +1,13 @@
-"""The code is written to be read. A style is a matter of taste; these are the rules of this one.
+"""The code is written to be read, in layers. Ruff holds its own rules (`./run.sh test` runs it).
 
-`python tests/test_style.py` prints where they are broken, and the sizes.
+`python tests/test_style.py` prints the sizes of the core, in tokens of code.
 """
 import ast
 import io
-import subprocess
-import sys
+import re
+import shutil
 import tokenize
+from pathlib import Path
 
 import pytest
 
@@ -15,112 +16,95 @@ from tracked import ROOT, tracked
 LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
 LARGEST = 600  # lines of a file
+HELPER = 12_000  # bytes of a file of tests/, but for the reference: helpers are code too
 CORE = 52_000  # tokens of code of the core: prose does not count, so nobody has to squeeze it
-APART = ("nano.py",
-         "parts/report/",  # it was a tool
-         "parts/conftest.py")
-AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants",
-          "which")
-PYTHON = [path for path in tracked() if path.suffix == ".py"]
-FILES = {str(path.relative_to(ROOT)): path for path in PYTHON
-         if not {path.relative_to(ROOT).parts[0], path.parent.name} & {*AROUND}
-         and path.name != "turn_credit.py"}  # of the form of those in variants/
+ORDER = """errors settings part verifiers worker dist losses rewards texts messages data batch
+           family model_files model rollout plan inputs log checkpoint evaluate flags
+           same_policy run grpo ppo nano""".split()  # a file imports what stands before it alone
+PYTHON = {str(path.relative_to(ROOT)): path for path in tracked() if path.suffix == ".py"}
+PARTS = {name: path for name, path in PYTHON.items()
+         if re.fullmatch(r"parts/\w+/\w+\.py", name)}
+TREES = {name: ast.parse(path.read_text()) for name, path in PYTHON.items()
+         if "/" not in name or name in PARTS}  # of the core and of the parts
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def is_condition(node: ast.AST) -> bool:
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.Not)
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id == "bool"
-    return isinstance(node, ast.Compare | ast.BoolOp)
+def imported(tree: ast.AST) -> set[str]:
+    """The modules that a file imports, at its top or in a function: "losses", "parts.carry"."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
-def long_function(node: ast.AST) -> bool:
-    return (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in WHOLE
-            and node.end_lineno - node.lineno + 1 > LONGEST)
+def test_a_file_imports_what_stands_before_it_alone():
+    """So no import runs in a circle; and no file in front stands outside the order."""
+    for name in ORDER:
+        later = {*ORDER[ORDER.index(name):]}
+        assert not imported(TREES[f"{name}.py"]) & later, name
+    assert {name for name in TREES if "/" not in name} == {f"{name}.py" for name in ORDER}
 
 
-def named_lambda(node: ast.AST) -> bool:
-    if isinstance(node, ast.NamedExpr | ast.Assign | ast.AnnAssign):
-        return isinstance(node.value, ast.Lambda)
-    return False
+def test_the_core_knows_of_no_part_and_a_part_of_no_other():
+    """part.py asks the parts, and it alone. The tests of the core import none either."""
+    for name, tree in TREES.items() | {
+            (name, ast.parse(PYTHON[name].read_text())) for name in PYTHON
+            if name.startswith("tests/")}:
+        known = {module.split(".")[1] for module in imported(tree) if module.startswith("parts.")}
+        assert known <= ({name.split("/")[1]} if name in PARTS else set()), name
 
 
-def multiplied_by_a_condition(node: ast.AST) -> bool:
-    """"s" * (n != 1)"""
-    return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-            and (is_condition(node.left) or is_condition(node.right)))
+def test_the_house_is_drawn_in_the_words_with_which_its_files_begin():
+    """CONTRIBUTING.md lists every file in front, in the order of the imports."""
+    drawn = re.findall(r"^(\w+)\.py +(.+)", (ROOT / "CONTRIBUTING.md").read_text().split("```")[1],
+                       re.M)
+    assert [name for name, _ in drawn] == ORDER
+    for name, words in drawn:
+        assert ast.get_docstring(TREES[f"{name}.py"]).startswith(f"{name}.py: {words}"), name
 
 
-def loop_as_an_if(node: ast.AST) -> bool:
-    """for x in found[:1]"""
-    over = node.iter if isinstance(node, ast.For | ast.comprehension) else None
-    return (isinstance(over, ast.Subscript) and isinstance(over.slice, ast.Slice)
-            and not over.slice.lower and isinstance(over.slice.upper, ast.Constant)
-            and over.slice.upper.value == 1)
+def test_functions_and_files_are_short_and_those_of_the_core_say_what_they_do():
+    """But for `train` and `learn`, and nano.py, which are read as a whole."""
+    for name, tree in TREES.items():
+        assert PYTHON[name].read_text().count("\n") <= LARGEST, name
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS) and node.name not in WHOLE:
+                assert node.end_lineno - node.lineno < LONGEST, f"{name}:{node.lineno}"
+        if "/" not in name and name != "nano.py":
+            kinds = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+            for node in (node for home in (tree, *kinds) for node in home.body):
+                assert (not isinstance(node, FUNCTIONS) or node.name.startswith("_")
+                        or ast.get_docstring(node)), f"{name}:{node.lineno}"
+    assert not [name for name, path in PYTHON.items() if path.stat().st_size > HELPER
+                and re.fullmatch(r"tests/(?!test_|reference).*", name)]
 
 
-REPAIRS = ("CpuCommunicator", "sympy_parser")  # of libraries, not of an object of ours
+def test_each_promise_has_its_tests_and_each_test_its_promise():
+    """PROMISES in conftest.py is the one list: it begins with those of the README, in its words."""
+    from conftest import PROMISES
+    readme = (ROOT / "README.md").read_text().partition("## What it promises")[2]
+    bold = re.findall(r"^\* \*\*(.+?)\.\*\*", readme, re.M)
+    assert bold and [*PROMISES][:len(bold)] == bold
+    named = {name for files in PROMISES.values() for name in files.split()}
+    assert named == {Path(name).stem.removeprefix("test_") for name in PYTHON
+                     if name.startswith("tests/test_")}
 
 
-def replaced_method(node: ast.AST) -> bool:
-    """thing.method = f, where f is a function made there, or partial(...)"""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return False
-    made = {part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef)}
-    for part in ast.walk(node):
-        target = part.targets[0] if isinstance(part, ast.Assign) else None
-        others = "self", *REPAIRS
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in others:
-            called = part.value.func if isinstance(part.value, ast.Call) else part.value
-            if isinstance(called, ast.Name) and called.id in made | {"partial"}:
-                return True
-    return False
+@pytest.mark.slow
+def test_to_collect_the_tests_writes_nothing_into_the_checkout(tmp_path):
+    """A model, a folder of runs or a cache would be met by a test that looks at all files."""
+    from ranks import script
+    copy, made = tmp_path / "copy", shutil.ignore_patterns(".*", "runs", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=made)
+    before = {*copy.rglob("*")}
+    script("-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", cwd=copy)
+    assert {path for path in copy.rglob("*") if "__pycache__" not in path.parts} == before
 
 
-RULES = [long_function, named_lambda, multiplied_by_a_condition, loop_as_an_if, replaced_method]
-
-
-def broken(rule, text: str, name: str = "") -> list[str]:
-    """The places where it is: "plan.py:7"."""
-    return [f"{name}:{getattr(node, 'lineno', getattr(node, 'iter', node).lineno)}"
-            for node in ast.walk(ast.parse(text)) if rule(node)]
-
-
-def everywhere(rule) -> list[str]:
-    return [place for name, path in FILES.items()
-            for place in broken(rule, path.read_text(), name)]
-
-
-@pytest.mark.parametrize("rule, text", [
-    (long_function, "def f():\n" + "    x = 1\n" * LONGEST), (named_lambda, "f = lambda x: x"),
-    (multiplied_by_a_condition, "'s' * (n != 1)"), (loop_as_an_if, "[x for x in found[:1]]"),
-    (replaced_method, "def f(x):\n    x.forward = partial(wide, x.forward)"),
-    (replaced_method, "def f(x):\n    def g():\n        pass\n    x.forward = g")])
-def test_no_component_breaks_a_rule(rule, text):
-    assert broken(rule, text) and not everywhere(rule)
-
-
-def test_every_public_function_says_what_it_does():
-    """What a function of a plug.py does is in part.py."""
-    from part import PLACES
-    silent = []
-    for name, path in FILES.items():
-        tree = ast.parse(path.read_text())
-        for home in (tree, *(part for part in tree.body if isinstance(part, ast.ClassDef))):
-            silent += [f"{name}:{part.name}" for part in home.body
-                       if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-                       and not part.name.startswith("_") and not ast.get_docstring(part)
-                       and not (name.endswith("/plug.py") and part.name in PLACES)]
-    assert silent == ["nano.py:train"]  # it is read as a whole
-
-
-def test_ruff_finds_nothing():
-    """A line wider than 100 columns is one of its findings."""
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", *PYTHON], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
+# ---- the sizes
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENCODING, tokenize.ENDMARKER}
@@ -136,22 +120,19 @@ def tokens_of(source: str) -> int:
 
 
 def core() -> dict[str, int]:
-    """{file: tokens} of the files in front but nano.py and the scripts of parts."""
-    return {name: tokens_of(path.read_text()) for name, path in FILES.items()
-            if "/" not in name and not name.startswith(APART)}
+    """{file: tokens} of the files in front but nano.py."""
+    return {name: tokens_of(PYTHON[name].read_text()) for name in TREES
+            if "/" not in name and name != "nano.py"}
 
 
-def test_no_file_is_too_large():
-    lines = {name: path.read_text().count("\n") for name, path in FILES.items()}
-    assert not {name: count for name, count in lines.items() if count > LARGEST}
+def test_the_core_is_not_too_large():
     assert sum(core().values()) <= CORE
     assert tokens_of('"""A page."""\nx = 1  # 3\ndef f(y):\n    """Of y."""\n    return y\n') == 11
 
 
 def main() -> None:
-    for rule in RULES:
-        print(f"{rule.__name__:28} {' '.join(everywhere(rule)) or 'nowhere'}")
-    print(f"\n{sum(core().values()):,} tokens of code in the core (at most {CORE:,}). The largest:")
+    """Prints the sizes."""
+    print(f"{sum(core().values()):,} tokens of code in the core (at most {CORE:,}). The largest:")
     for name, size in sorted(core().items(), key=lambda item: -item[1])[:5]:
         print(f"{size:9,}  {name}")
 
