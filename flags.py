@@ -29,6 +29,7 @@ from data import DataArgs, Row, load, make_row
 from errors import Mistakes, SettingsError
 from evaluate import EvalArgs
 from log import read
+from metrics import show_metrics
 from model import ModelArgs, OptimizerArgs, learning_rate
 from part import ask, wrapped
 from plan import Memory, PlanArgs
@@ -379,6 +380,8 @@ def parse(kind: type, description: str):
             mistakes[:] = [f"{path}, beside the command line: {one}" for one in mistakes]
     if mistakes:
         dist.run(mistakes.stop)  # prints and ends
+    if args.plan_args.metrics:
+        dist.run(show_metrics)
     return args
 
 

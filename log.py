@@ -8,7 +8,7 @@ kill cut off. What only decorates a run (W&B, samples, the curve) never ends it.
 
 Top to bottom: files that are whole or absent, the run's folder, Log (lines, metrics.jsonl, W&B),
 Meter (means of metrics over tokens), samples, and the grade at the end.
-docs/reference/metrics_and_files.md has every metric and every file.
+metrics.py has the definition of every metric, docs/reference/metrics_and_files.md every file.
 """
 import errno
 import fcntl

@@ -35,6 +35,8 @@ class PlanArgs(Flags):
     """The plan"""
     plan: bool = False
     """Print the plan for these settings and exit."""
+    metrics: bool = False
+    """Print what each metric of a run is and exit."""
     ranks: Count = 1
     """Ranks to plan for."""
     gpu_gb: Positive = 80.0
