@@ -70,8 +70,9 @@ class Args(flags.LossArgs, CommonArgs):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether log π_old needs a forward pass of its own: several updates learn from one rollout,
-        or the advantage depends on it. Otherwise the update's own log-probs are log π_old."""
+        """Whether log π_old needs a forward pass of its own, because several updates learn from one
+        rollout or the advantage depends on it. Otherwise the update's own log-probs are log π_old.
+        """
         return self.minibatches * self.epochs > 1 or self.advantage_uses_old
 
     @property

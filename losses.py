@@ -11,8 +11,8 @@ Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weig
 over the global minibatch before any split, so the losses and gradients of ranks and micro-batches
 add up. Rewards, advantages, returns and weights are float64.
 
-Symbols: i is a completion, t one of its tokens, r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = number of
-sampled tokens.
+Symbols: i is a completion, t one of its tokens, r_t = exp(logp_t - old_t) = pi / pi_old, A =
+advantage, sg = stop gradient, |o| = number of sampled tokens.
 
 The sections follow the path of a step: rewards, advantages of completions, rewards and advantages
 of tokens, policy losses, the losses of critic and reference, the correction of the engine, and the
@@ -111,8 +111,8 @@ def group_advantages(rewards, group, *, kind, eps, scored):
 
 
 def batch_std(rewards, scored):
-    """Returns the standard deviation of the scored rewards of the global batch, ddof 1. Functions of
-    --advantage FILE.py:NAME use it.
+    """Returns the standard deviation of the scored rewards of the global batch, ddof 1. It is for
+    functions of --advantage FILE.py:NAME.
     """
     x = rewards[scored]
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
@@ -216,7 +216,7 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     clipped, which is the token's (PPO) or its sequence's (GSPO).
     """
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
-    # sg[min(r, e^80)] * exp(log_r - sg[log_r]): the second factor is 1, and it alone has a gradient.
+    # sg[min(r, e^80)] * exp(log_r - sg[log_r]): the second factor is 1, and only it has a gradient.
     # Where A < 0 and there is no dual_clip, nothing bounds r from above. A clamp alone would give
     # such a token the gradient 0, and hide it. Here its gradient is about exp(80), whose square is
     # inf in the norm, so the optimizer step is skipped.
