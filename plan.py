@@ -69,12 +69,12 @@ def ceil_div(n: int, size: int) -> int:
 
 
 def count(n: int, word: str) -> str:
-    """Writes a number with its word: "1 row", "2 rows"."""
+    """Returns a number with its word: "1 row", "2 rows"."""
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
 def spread(n: int, parts: int) -> str:
-    """Writes the size of each part if n items are split into so many parts: "64", or "85 or 86" if
+    """Returns in words the size of each part if n items are split into so many parts: "64", or "85 or 86" if
     they do not divide evenly."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
@@ -102,7 +102,7 @@ class Phase:
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
-        """Writes the phase as a line of --plan."""
+        """Returns the phase as a line of --plan."""
         text = (f"{self.rows:,} completions, {spread(self.rows, self.ranks)} a rank, in at most "
                 f"{count(self.micros, 'round')} of {self.width} x {self.longest:,} tokens (budget "
                 f"{self.budget:,})")
@@ -172,7 +172,7 @@ class Plan:
         return "\n".join(x for x in lines if not short or not x.startswith("    "))
 
     def step(self) -> str:
-        """Writes what one step trains on: prompts, completions and optimizer steps."""
+        """Returns in words what one step trains on: prompts, completions and optimizer steps."""
         a, prompts = self.args, self.batches[0]
         if a.eval_args.eval_only:
             return f"an evaluation of {count(self.n_eval, 'row')}, and no training"
@@ -200,7 +200,7 @@ class Plan:
             yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
-        """Writes how often a run saves a checkpoint, and how many of which size it keeps."""
+        """Returns in words how often a run saves a checkpoint, and how many of which size it keeps."""
         every, keep = save_every(self.args), self.args.run_args.keep
         if self.args.eval_args.eval_only:
             return "nothing (--eval_only)"
@@ -386,7 +386,8 @@ class Memory:
 
     def engine(self) -> tuple[float, float]:
         """Returns the bytes of the engine: (while it samples, while it sleeps and the trainer
-        learns). It sets `cache` and `holds`."""
+        learns). It sets `cache`, the bytes of its key-value cache, and `holds`, the number of
+        longest sequences that fit into it."""
         e, shape, card = self.args.engine_args, self.shape, self.card
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0

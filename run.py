@@ -75,9 +75,10 @@ def set_up(args, kind=None) -> "Run":
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
-    """Opens the run's folder, which from here on only this run writes. start: steps that are done.
-    kept: what args.json gets. SettingsError: checkpoints are wanted, and some machine does not see
-    the folder. All ranks must call it (a collective)."""
+    """Opens the run's folder, which from here on only this run writes (Log.open), and writes
+    args.json and plan.txt. start: steps that are done. kept: what args.json gets. SettingsError:
+    another run writes the folder; or checkpoints are wanted, and some machine does not see it. All
+    ranks must call it (a collective)."""
     world, every, folder = run_log.world, save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
