@@ -238,8 +238,9 @@ def sampled(path: str | Path) -> str:
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
-    """Fills weights and AdamW's state from a checkpoint, in place; it may have been saved on another
-    number of ranks. SettingsError: it cannot be read. All ranks must call it (a collective)."""
+    """Fills weights and AdamW's state from a checkpoint, in place; it may have been saved on
+    another number of ranks. SettingsError: it cannot be read. All ranks must call it (a
+    collective)."""
     there = names_in(saved.path)
     for who, it in trained.items():
         for name, p in it.parameters.items():

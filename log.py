@@ -361,8 +361,8 @@ class Log:
         return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
     def step_line(self, row: dict) -> str:
-        """Returns the line of a step: the metrics of LINE, a remark if the gradient is zero, and the
-        time left, by the median of the last 20 steps."""
+        """Returns the line of a step: the metrics of LINE, a remark if the gradient is zero, and
+        the time left, by the median of the last 20 steps."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             equal = row.get("batch/groups_equal") == 1

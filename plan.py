@@ -74,8 +74,8 @@ def count(n: int, word: str) -> str:
 
 
 def spread(n: int, parts: int) -> str:
-    """Returns in words the size of each part if n items are split into so many parts: "64", or "85 or 86" if
-    they do not divide evenly."""
+    """Returns in words the size of each part if n items are split into so many parts: "64", or "85
+    or 86" if they do not divide evenly."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
@@ -200,7 +200,8 @@ class Plan:
             yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
-        """Returns in words how often a run saves a checkpoint, and how many of which size it keeps."""
+        """Returns in words how often a run saves a checkpoint, and how many of which size it
+        keeps."""
         every, keep = save_every(self.args), self.args.run_args.keep
         if self.args.eval_args.eval_only:
             return "nothing (--eval_only)"
