@@ -386,8 +386,9 @@ def parse(kind: type, description: str):
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """Reads the words again, with the values of `kept` (args.json) for flags that are not given →
-    Args. SettingsError: a kept value is not one that the flag takes today."""
+    """Reads the words again → Args. A flag that is not given gets its value of `kept` (args.json),
+    except those of OF_A_CALL. Keys of `kept` that are no flags today are ignored. SettingsError: a
+    kept value is not one that the flag takes today."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     before = []

@@ -217,7 +217,8 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     """Computes log-probs of the sampled tokens from before the update: those of the policy and of
     the reference model, (M,) each in nats, or None where nothing needs them.
 
-    With one update per rollout the update computes log π_old itself, and the ratio is exactly 1.
+    With one update per rollout, unless the advantage needs them, the update computes log π_old
+    itself, and the ratio is exactly 1.
     among (N,) bool: which completions are computed; the tokens of the others have NaN. All ranks
     must call it (a collective).
     """

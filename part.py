@@ -74,7 +74,7 @@ def flags() -> type:
 
 def ask(place: str, *given) -> list:
     """Calls the function that each part defines at this place with the arguments `given`, and
-    returns a list of the results that are not None.
+    returns a list of the results that are not None. place: a name of PLACES.
     """
     found = [function(*given) for function in asked(place).values()]
     return [one for one in found if one is not None]
