@@ -120,8 +120,8 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
 def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-probs (M,) of all sampled tokens by transformers' own forward of each row
     alone, and in bfloat16 the change of each, with its sign, (M,), when every number of the
-    embeddings moves at random by about a rounding: two right programs may differ by as much. In other dtypes this is zeros. All ranks
-    must call it (a collective)."""
+    embeddings moves at random by about a rounding: two right programs may differ by as much. In
+    other dtypes this is zeros. All ranks must call it (a collective)."""
     heat, device = run.args.temperature, run.world.device
     plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
     if run.dtype != torch.bfloat16:
