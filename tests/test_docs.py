@@ -33,7 +33,7 @@ import draw  # noqa: E402
 PAGES = [ROOT / name for name in (
     "README.md", "CONTRIBUTING.md", "AGENTS.md", "exercises/README.md")]
 PAGES += sorted(path for path in tracked() if path.match("docs/*/*.md")
-                or path.match("parts/*/README.md"))
+                or path.match("parts/*/README.md") or path == ROOT / "variants/README.md")
 PARTS = [str(page.relative_to(ROOT)) for page in PAGES if page.match("parts/*/*")]
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text in TEXT.items()}
@@ -44,7 +44,7 @@ FLAGS = {name for script in SCRIPTS.values() for name in values_of(script.Args()
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
           "rdzv_id", "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
-          "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
+          "cpus-per-task", "time", "signal", "sort", "write", "solution", "help",
           "kills", "show",
           "num_generations", "tasks", "model_args"}  # TRL's, lm-eval's
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
@@ -125,17 +125,16 @@ def test_every_link_leads_to_a_file_and_a_heading():
                 and f"]({page})" not in TEXT["README.md"]]  # a shelf for each page
 
 
-def test_links_to_lines_and_claims_about_other_projects(tmp_path):
-    """A link shows the code that it names. A claim has a thread or a commit."""
+def test_links_to_code_and_claims_about_other_projects(tmp_path):
+    """A link's code is in its file. A claim has a thread or a commit."""
     for page in check_links.pages():
         assert not check_links.check(page) and not check_links.unlinked(page)
-    (tmp_path / "file.py").write_text("a = 1\nb = 2\nb = 3\n")
+    (tmp_path / "file.py").write_text("a = 1\nclass B:\n    def c(self):\n        d = 2\n")
     page, url = tmp_path / "page.md", "https://github.com/a/b"
-    page.write_text(f"[`a = 1`](file.py#L2) [`b = `](file.py#L2) [TRL 7]({url}/issues/7) had it.")
-    assert not check_links.unlinked(page) and len(check_links.check(page)) == 2
-    assert len(check_links.check(page, fix=True)) == 1  # b is there twice
-    page.write_text(page.read_text().partition("[TRL")[0] + f"[TRL]({url}/blob/main/x.py) fails.")
-    assert "[`a = 1`](file.py#L1)" in page.read_text() and check_links.unlinked(page)
+    page.write_text(f"[`a`](file.py) [`B.c`](file.py) [TRL 7]({url}/issues/7) had an error.")
+    assert not check_links.check(page) and not check_links.unlinked(page)
+    page.write_text(f"[`c`](file.py) [`B.d`](file.py) [`a`](file.py#L1) [TRL]({url}/blob/main/x.py)")
+    assert len(check_links.check(page)) == 3 and check_links.unlinked(page)
 
 
 # ---- commands and code
@@ -275,7 +274,8 @@ def check_loss(function) -> None:
 
 
 def test_every_recipe_passes_the_checks():
-    _, _, *recipes = rows("docs/use/recipes.md", "Algorithms")
+    recipes = rows("docs/use/recipes.md", "Algorithms")
+    recipes += rows("variants/README.md") if has("variants") else []
     commands = [row[1].strip("`") for row in recipes if len(row) == 2 and re.match(
         "`(ppo.*)?-", row[1])]
     assert len(commands) >= (19 if has("variants") else 9)
