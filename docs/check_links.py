@@ -1,6 +1,6 @@
-"""Links to code: [`learn`](../grpo.py) names a function, a class, a method (`Batch.minibatches`) or a
-constant of that file; no link has the number of a line. And claims about other projects: each has a
-link to a thread, or to a file at a commit.
+"""Links to code: [`learn`](../grpo.py) names a function, a class, a method (`Batch.minibatches`)
+or a constant of that file; no link has the number of a line. And claims about other projects: each
+has a link to a thread, or to a file at a commit.
 
     python docs/check_links.py          # the names that are not there, the claims without a link
 """
@@ -48,7 +48,8 @@ def check(page: Path) -> list[str]:
     """A sentence for each link of a page to code that is not there."""
     text = page.read_text()
     wrong = [f"{page.name}: {name} has no `{code}`" for code, name in LINK.findall(text)
-             if not code.endswith(".py") and code not in names_in(page.parent / name)]
+             if not code.endswith(".py") and (page.parent / name).exists()
+             and code not in names_in(page.parent / name)]
     own = re.sub(r"https://\S+", "", text)
     return wrong + [f"{page.name}: {link} has the number of a line; name the function"
                     for link in re.findall(r"[\w./]+\.py#L\d+", own)]
@@ -77,7 +78,7 @@ def unlinked(page: Path) -> list[str]:
 
 def pages() -> list[Path]:
     return sorted(path for pattern in ("*.md", "docs/*/*.md", "exercises/*.md", "parts/*/*.md",
-                                          "variants/*.md", "findings/*.md")
+                                      "variants/*.md", "findings/*.md")
                   for path in ROOT.glob(pattern))
 
 
