@@ -21,7 +21,6 @@ import plan
 from docs import check_links
 from forked import PYTHON
 from house import SCRIPTS, has, module
-from results.table import task_reward
 from settings import values_of
 from shapes import in_cache, shape_of
 from tracked import tracked
@@ -342,23 +341,13 @@ def test_measurements_have_their_commands_and_every_named_command_is_there():
 
 
 def test_durations_are_those_of_the_results():
-    jobs = {"./run.sh": "sort-grpo", "./run.sh ppo": "sort-ppo", "./run.sh kk": "kk",
-            "./run.sh game": "game", "./run.sh doors": "doors", "./run.sh vision": "vision",
-            "./run.sh real": "instructions"}
-    jobs = {job: name for job, name in jobs.items() if (ROOT / f"results/{name}.json").exists()}
-    table = {row[0].strip("`"): row for row in rows("docs/use/start.md", "The jobs")}
-    for command, folder in jobs.items():
-        job = json.loads((ROOT / f"results/{folder}.json").read_text())
-        mean = sum(seed["seconds"] for seed in job["seeds"].values()) / len(job["seeds"])
-        assert table[command][2] == f"{mean:.0f}", command
-        steps = [seed["steps"] for seed in job["seeds"].values()]
-        for name, before, after in re.findall(r"(\w+) ([\d.]+) → ([\d.]+)", table[command][3]):
-            key = {"reward": task_reward(job), "entropy": "policy/entropy",
-                   "length": "rollout/length_mean"}[name]
-            for said, part in ((before, slice(3)), (after, slice(-10, None))):
-                found = sum(sum(one[key][part]) / len(one[key][part]) for one in steps) / len(steps)
-                assert said == f"{found:.{len(said.partition('.')[2])}f}", (command, name)
-    assert f"in {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
+    seconds = {}
+    for name in ("sort-grpo", "instructions"):
+        job = json.loads((ROOT / f"results/{name}.json").read_text())
+        seconds[name] = sum(seed["seconds"] for seed in job["seeds"].values()) / len(job["seeds"])
+    assert f"in {seconds['instructions'] / 60:.0f} minutes" in TEXT["README.md"]
+    words = "{sort-grpo:.0f} for `./run.sh`, {instructions:.0f} for `./run.sh real`"
+    assert words.format(**seconds) in TEXT["docs/use/start.md"]
 
 
 def test_the_defaults_of_the_script_and_of_run_sh_are_those_of_the_page():
@@ -403,5 +392,5 @@ def test_the_pages_are_few_and_short():
     pages = [path for path in FILES if path.suffix == ".md" and (
         path.parent == ROOT or path.is_relative_to(ROOT / "docs"))]
     assert len(pages) <= 15
-    assert sum(page.stat().st_size for page in [*pages, *map(ROOT.joinpath, PARTS)]) <= 168_000
+    assert sum(page.stat().st_size for page in [*pages, *map(ROOT.joinpath, PARTS)]) <= 133_000
     assert len(TEXT["README.md"].splitlines()) <= 115

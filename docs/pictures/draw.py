@@ -77,8 +77,8 @@ def shift() -> str:
     ids = [1, 3, 2, 4, 4, 0]
     names = ["&lt;user&gt;", "a", "&lt;assistant&gt;", "b", "b", "&lt;end&gt;"]
     x, w = 150, 96
-    out = [text(20, 20, "One completion in the model: the output at a token predicts the next token",
-                14, weight="bold"), '<g transform="translate(0 24)">']
+    title = "One completion in the model: the output at a token predicts the next token"
+    out = [text(20, 20, title, 14, weight="bold"), '<g transform="translate(0 24)">']
 
     def at(i):
         return x + i * w
@@ -201,7 +201,8 @@ def memory_table() -> str:
                        f'fill="{color[part]}" stroke="white" stroke-width="0.7"/>')
         out += [text(x + 72, y - 6, f"{total / GIB:.1f}", 13, INK, "middle"),
                 text(x + 72, bottom + 20, name, 13, INK, "middle")]
-    for i, part in enumerate(reversed(found.parts)):  # in the order of the columns
+    used = [part for part in found.parts if any(found.parts[part])]
+    for i, part in enumerate(reversed(used)):  # in the order of the columns
         sizes = [f"{size / GIB:.1f}" for size in found.parts[part]]
         out += [box(470, 76 + 28 * i, 16, 16, color[part], line="white"),
                 text(494, 89 + 28 * i, part), text(660, 89 + 28 * i, sizes[0], anchor="end"),
