@@ -46,10 +46,10 @@ def passed(job: dict, ends: list[dict]) -> str:
     return f"{sum(reached)} of {len(ends)}"
 
 
-def table(found: dict[str, dict]) -> str:
+def table(controls: bool = False) -> str:
     """A row a job: the mean over its seeds, the lowest and the highest."""
     lines = []
-    for name, job in found.items():
+    for name, job in jobs(controls).items():
         runs = plot.seeds_of(job, HERE / name)
         ends = [plot.ends(run, task_reward(job)) for run in runs]
         cells = [plot.cell([one[key] for one in ends]) for key in (
@@ -69,10 +69,10 @@ def link(name: str) -> str:
     return f"[{name}]({'slow' if name.endswith('-slow') else name}.json)"
 
 
-def by_kind(found: dict[str, dict]) -> str:
+def by_kind(controls: bool = False) -> str:
     """Held-out accuracy of each data source, before → after, of the jobs with several sources."""
     lines = []
-    for name, job in found.items():
+    for name, job in jobs(controls).items():
         runs = plot.seeds_of(job, HERE / name)
         kinds = [key for key in runs[0].metrics if re.fullmatch("eval/.*/pass@1", key)]
         if len(kinds) < 2:
@@ -108,8 +108,7 @@ def credit() -> str:
 
 def tables(controls: bool = False) -> str:
     """All tables."""
-    found = jobs(controls)
-    return table(found) + by_kind(found) + credit()
+    return table(controls) + by_kind(controls) + credit()
 
 
 if __name__ == "__main__":
