@@ -1,6 +1,6 @@
 """batch.py: the global batch, its minibatches, and how micro-batches are packed.
 
-    batch → minibatches    one optimizer step each; the order of the samples fixes their rows
+    batch → minibatches    one optimizer step each: contiguous slices of the samples
     minibatch → ranks → micro-batches    to fit memory (balance); this never changes the maths
 
 A row is one sample: a prompt with one completion. N completions have M sampled tokens together. A
@@ -14,6 +14,7 @@ prompt and to itself:
 
     rows, one after another    [p p p a a]  [p p p b b b]  [q c]
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
+                               c is the last token of its row, so it is not in the input
 
 All prompts come first, then all completions without their last tokens, which predict nothing. Each
 row attends to the same tokens as it would alone, so packing changes no log-prob (bench/learn.py).
@@ -38,11 +39,13 @@ from rewards import Score
 
 # ---- rows → micro-batches ----
 
-KEYS = 4  # a micro-batch gathers at most this many keys for each token of its budget
+# Attention copies the keys of a prompt for each of its completions. In a micro-batch the keys of
+# all completions are at most KEYS x its budget of tokens.
+KEYS = 4
 
-# The size of a row: the number of its prompt, the prompt's tokens p, the completion's tokens c. A
-# micro-batch contains each of its prompts once, and the completions without their last tokens,
-# which predict nothing.
+# The size of a row: the index of the first row with the same prompt, the prompt's tokens p, the
+# completion's tokens c. A micro-batch contains each of its prompts once, and the completions
+# without their last tokens, which predict nothing.
 Size = tuple[int, int, int]
 
 
@@ -57,10 +60,9 @@ def packed_tokens(rows: list[int], sizes: list[Size]) -> int:
 
 def cut(sizes: list[Size], budget: int) -> list[list[int]]:
     """Cuts the rows of `sizes`, in order, into micro-batches and returns the row numbers of each.
-    Rows of one prompt stay neighbours.
 
-    Each micro-batch has at most `budget` tokens, and its attention gathers at most KEYS x budget
-    keys. Raises a ValueError if one row alone has more tokens than the budget.
+    Each micro-batch has at most `budget` tokens, and its completions attend to at most KEYS x
+    budget keys. Raises a ValueError if one row alone has more tokens than the budget.
     """
     micros, last, room, keys = [], None, 0, 0
     for row, (prompt, p, c) in enumerate(sizes):
@@ -88,7 +90,8 @@ def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]
     budgets = range(max((p + c for _, p, c in sizes), default=1), budget)
     even = bisect_left(budgets, True, key=lambda b: len(cut(sizes, b)) <= rounds * ranks)
     micros = cut(sizes, budgets[even] if even < len(budgets) else budget)
-    # Fewer micro-batches than places: a rank would compute nothing, so the largest one is halved.
+    # While there are fewer micro-batches than ranks x rounds, a rank would compute nothing, so the
+    # largest one is halved.
     while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):
         largest = max((m for m in micros if len(m) > 1), key=lambda m: packed_tokens(m, sizes))
         micros.remove(largest)
@@ -144,9 +147,10 @@ class Packed:
             start, length, prefix_start, prefix = torch.tensor(group).unsqueeze(-1).unbind(1)
             at, prefix = torch.arange(int(length.max())), int(prefix[0])  # (L,)
             queries, real = start + at, at < length  # (n, L)
+            # Where each real token stands among all padded queries.
             place[queries[real]] = done + real.flatten().nonzero().flatten()
             done += queries.numel()
-            queries = queries.clamp(max=self.tokens - 1)
+            queries = queries.clamp(max=self.tokens - 1)  # padding may run past the end
             keys = torch.cat([prefix_start + torch.arange(prefix), queries], 1)
             blocks.append((to_device(queries, self.device), to_device(keys, self.device), prefix))
         return blocks, to_device(place, self.device)
@@ -206,24 +210,25 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
 
 def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
               sliding_window=None, softcap=None, **options):
-    """Computes the attention of a packed input. It has the arguments and results with which
-    transformers calls an attention function: query, key and value (1, heads, S, d) → (1, S, heads,
-    d), None.
+    """Computes the attention of a packed input. It has the signature that transformers expects of
+    an attention function: query, key and value (1, heads, S, d) → (1, S, heads, d), None.
 
     packed: the Packed of the input. scaling: the factor on the scores. sliding_window: how many
     keys a query attends to, itself included. softcap: a bound on the scores.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
-    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
-    if query.is_cuda and half and softcap is None:  # the kernel takes no larger heads
+    # The kernel for half precision on a GPU takes heads of at most 256 numbers, and no cap.
+    fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    if query.is_cuda and fits and softcap is None:
         return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
     return blocks(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
 
 
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
     """Computes the attention of a packed input with torch's kernel for half precision on a GPU: q,
-    k, v (S, heads, d) → (S, heads, d). The kernel aligns the ends of a segment's queries and keys.
-    scale: the factor on the scores. window: how many keys a query attends to, itself included.
+    k, v (S, heads, d) → (S, heads, d). Its causal mask is aligned at the end: the last query of a
+    segment sees the last key, so a completion sees its whole prompt. scale: the factor on the
+    scores. window: how many keys a query attends to, itself included.
     """
     from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
@@ -286,7 +291,8 @@ class Completion:
     ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, of the engine; 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
-    sampled: np.ndarray = None  # (T,) bool: False for tokens put in between; None: all True
+    # (T,) bool: False for a token that an environment put between two turns; None: all True
+    sampled: np.ndarray = None
 
     def __post_init__(self):
         if self.sampled is None:
@@ -333,17 +339,17 @@ class Batch:
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
         self.sizes, last = [], None
         for i, sample in enumerate(samples):
-            row = sample.prompt.row
-            if last != row:  # neighbours with equal rows share one prompt
-                owner, last = i, row
-            self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
+            data_row = sample.prompt.row
+            if last != data_row:  # neighbours with equal rows of the data share one prompt
+                owner, last = i, data_row
+            self.sizes.append((owner, len(data_row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeats the number of each completion for each of its sampled tokens: (N,) → (M,)."""
+        """Gives each sampled token the value of its completion: (N,) → (M,)."""
         return x.repeat_interleave(self.tokens)
 
     def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums the numbers of the sampled tokens of each completion: (M,) → (N,) float64."""
+        """Sums the values of the sampled tokens of each completion: (M,) → (N,) float64."""
         sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
         return torch.tensor(sums, dtype=torch.float64)
 
@@ -375,12 +381,12 @@ class Batch:
 
     def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
         """Packs these rows into micro-batches of at most `budget` tokens and returns those of this
-        rank. Every rank gets the same number of them, and at least one: the gradient of one without
-        rows is 0, which the optimizer needs. phase: a name for error messages. All ranks must call
-        it (a collective).
+        rank. Every rank gets the same number of them, and at least one, which may be without rows:
+        it gives each parameter the gradient 0 and not None, as the optimizer needs it. phase: a
+        name for error messages. All ranks must call it (a collective).
         """
-        lanes = balance([self.sizes[row] for row in rows], world.size, budget)
-        micros = [Micro(self, [rows[i] for i in lane], world.device) for lane in lanes[world.rank]]
+        mine = balance([self.sizes[row] for row in rows], world.size, budget)[world.rank]
+        micros = [Micro(self, [rows[i] for i in indices], world.device) for indices in mine]
         world.same_phase(phase, len(micros))
         return micros
 
@@ -392,7 +398,7 @@ class Batch:
         NaN. budget: the largest number of tokens of a micro-batch. phase: a name for error
         messages. All ranks must call it (a collective).
         """
-        among = torch.ones_like(self.scored) if among is None else among
+        among = torch.ones(len(self.samples), dtype=torch.bool) if among is None else among
         micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
         with torch.no_grad():
             found = [forward(micro).cpu() for micro in micros]
@@ -407,9 +413,9 @@ class Batch:
         in the loss. advantages (M,). loss_tokens (N,): how many tokens of each completion are in
         the loss.
         """
-        for sample, own, bears in zip(self.samples, self.split(advantages), loss_tokens > 0,
-                                      strict=True):
-            sample.advantages, sample.advantage = own, float(own.mean()) if bears else None
+        for sample, own, in_loss in zip(self.samples, self.split(advantages), loss_tokens > 0,
+                                        strict=True):
+            sample.advantages, sample.advantage = own, float(own.mean()) if in_loss else None
 
 
 # The completion of a micro-batch without rows: its only token was not sampled.
@@ -448,20 +454,18 @@ class Micro:
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns for each of the n tokens the number of its completion: x (N,) of the batch →
-        (n,).
-        """
+        """Gives each of the n tokens the value of its completion: x (N,) of the batch → (n,)."""
         return to_device(x[self.rows], self.device)[self.row]
 
     def draws(self) -> torch.Tensor:
         """Returns a random number in [0, 1) for each token, (n,). The numbers depend only on the
-        completion and its prompt's position in the data, so a token has the same one in any order,
-        micro-batch and batch.
+        completion and its prompt's position in the run, so a token has the same one in any order
+        and in any micro-batch.
         """
         found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
             s.completion.tokens) for s in self.samples]
         return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the numbers of the n tokens of this micro-batch: x (M,) of the batch → (n,)."""
+        """Returns the values of the n tokens of this micro-batch: x (M,) of the batch → (n,)."""
         return to_device(x[self.places], self.device)

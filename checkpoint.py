@@ -238,7 +238,8 @@ def sampled(path: str | Path) -> str:
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
-    """Fills weights and AdamW's state from a checkpoint, in place. All ranks must call it (a
+    """Fills weights and AdamW's state from a checkpoint, in place; it may have been saved on
+    another number of ranks. SettingsError: it cannot be read. All ranks must call it (a
     collective)."""
     there = names_in(saved.path)
     for who, it in trained.items():
@@ -295,8 +296,8 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
 
 
 def write_ends(folder: Path, ends: list[int]):
-    """Writes the ids that end a completion to generation_config.json, so that transformers and vLLM
-    end a completion where the run did."""
+    """Adds the ids that end a completion to generation_config.json, if there are any, so that
+    transformers and vLLM end a completion where the run did."""
     path = folder / "generation_config.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     if ends:

@@ -46,23 +46,24 @@ class DataArgs(Flags):
 @dataclass
 class Row:
     """A row of the data, as the loop uses it."""
-    index: int
-    prompt: str  # what the model sees
+    index: int  # among all stored rows, from 0
+    prompt: str  # the text that the model sees
     prompt_ids: list[int]
     answer: object
     columns: dict
     source: str  # its column `data_source`, or the name of the data
     finished: bool = False  # its text was a rendered chat already
-    # {"prompt": the column that it comes from, …}; None: the row has none.
+    # {"prompt" or "answer": the column that it was read from}; None: the row has none.
     read: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
-        """What a message calls it: counted from 1, as an editor counts lines."""
+        """The number of the row in messages to the user, from 1."""
         return self.index + 1
 
     def digested(self, of_file) -> list:
-        """All that training depends on. of_file: a path → the digest of that file."""
+        """Returns what training depends on, of which checkpoint.row_digests makes a digest.
+        of_file: a function path → digest, for a class whose rows name files."""
         return [self.prompt_ids, self.answer, self.columns]
 
 
@@ -82,12 +83,13 @@ class Stream:
 
     @property
     def epoch(self) -> int:
-        """How often all rows have been drawn."""
+        """The number of times that all rows have been drawn."""
         return self.position // len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts, fewer at the end of an epoch."""
+        """Returns the next n prompts, fewer at the end of an epoch."""
         epoch, start = divmod(self.position, len(self.rows))
+        # % 2**64, because a seed may be negative and default_rng takes none.
         order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.rows))
         drawn = enumerate(order[start:start + n], self.position)
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
@@ -95,7 +97,7 @@ class Stream:
         return prompts
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps."""
+        """Returns what a checkpoint keeps."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict) -> None:
@@ -107,9 +109,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
     """Reads the data `spec` → its rows in order, and a sentence that counts them.
 
-    Rows that ask nothing, and those with more than --max_prompt_tokens, are left out. make: what
-    a script or a part has in the place of make_row. SettingsError: a row cannot be read, with its
-    number; or none is left.
+    Rows with an empty prompt, and those with more than --max_prompt_tokens, are left out. make: a
+    function that is called instead of make_row. eos_ids: the ids that end a completion.
+    SettingsError: a row cannot be read, with its number; or none is left.
     """
     make = make or make_row
     raw, name = read(spec, seed)
@@ -139,29 +141,33 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
              args: DataArgs) -> Row | None:
-    """A stored row as the model sees it. None: it asks nothing. ValueError, SettingsError: it
-    cannot be read, or the chat template has no place for something that it holds."""
+    """Makes a Row of a stored row, whose values are `columns`. None: its prompt is empty.
+    ValueError, SettingsError: it cannot be read, or the chat template has no place for something
+    that it holds. name: that of the data. marks: texts that a prompt must not contain."""
     messages = messages_of(columns, args.prompt_template, args.system)
     column, answer = answer_of(columns)
     if not messages:
         return None
     options = options_of(columns, messages, tokenizer)
     # A text that begins as the template begins a chat or a message is a rendered chat already.
+    # ChatML's beginning is tried for every tokenizer, because it is the most frequent one.
     begins = ("<|im_start|>", *marks.begins)
     finished = any(m["content"].lstrip().startswith(begins) for m in messages)
     if finished and (len(messages) > 1 or options):
         raise SettingsError("a finished chat text takes no --system, no tools and no other "
                             "messages.")
     if not finished:
-        marks.check([messages, options])
+        marks.check([messages, options])  # they must contain no control token of the template
     text = messages[0]["content"] if finished else rendered(messages, tokenizer, options)
     source = str(columns.get("data_source") or name)
-    f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
+    f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; before a plain text the tokenizer puts it.
     ids = prompt_ids(text, tokenizer, plain=tokenizer.chat_template is None and not finished)
-    asked = "--prompt_template" if args.prompt_template else first_of((*PROMPTS, *CHATS), columns)
+    prompt_column = first_of((*PROMPTS, *CHATS), columns)
+    if args.prompt_template:
+        prompt_column = "--prompt_template"
     return Row(index, text, ids, answer, columns, source, finished,
-               {"prompt": asked, "answer": column if str(answer).strip() else None})
+               {"prompt": prompt_column, "answer": column if str(answer).strip() else None})
 
 
 def one_line(error) -> str:
@@ -171,41 +177,44 @@ def one_line(error) -> str:
 
 # ---- the chat template ----
 
-KEYS = ("role", "content", "name", "tool_call_id", "weight")  # of a message: OpenAI's
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
-# Columns that would change the prompt, where they hold this. A text `history` is a subject.
+# Keys of a message, in OpenAI's format, that a template need not use; and OpenAI's roles.
+MAY_BE_UNUSED = ("role", "content", "name", "tool_call_id", "weight")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Columns that are refused if they hold a value of this type, because it belongs to the prompt and
+# would be left out. (A `history` that is a text is a subject of school.)
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
 
 
 def rendered(messages: list[dict], tokenizer, options: dict) -> str:
-    """The text that the model sees. A chat that ends with the assistant's words is continued.
-    SettingsError: the template refuses the chat, or leaves a message out."""
+    """Returns the text that the model sees. A chat that ends with the assistant's words is
+    continued. SettingsError: the template refuses the chat, or leaves out a message of another role
+    than user or assistant, as some do with a system message or the answer of a tool."""
     goes_on = messages[-1]["role"] == "assistant"
     text = in_template(messages, tokenizer, options, add_generation_prompt=not goes_on,
                        continue_final_message=goes_on)
-    for m in messages if text else ():
+    for m in messages if text else ():  # a template may write nothing: the prompt is empty
         said = m["content"].strip()
-        as_json = json.dumps(said, ensure_ascii=False)  # so Llama's writes what a tool says
+        as_json = json.dumps(said, ensure_ascii=False)  # Llama's template writes a tool's answer so
         if m["role"] not in ("user", "assistant") and said not in text and as_json not in text:
             raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
     return text
 
 
 def in_template(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """What the chat template makes of the messages. Without one their texts stand one after
-    another, with an empty line between."""
+    """Returns the text that the chat template makes of the messages. Without a template their texts
+    stand one after another, with an empty line between."""
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     return templated(messages, tokenizer, options, **more)
 
 
 def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
-    """What the chat template gets beside the messages: a row's tools, which are schemas, and its
-    chat_template_kwargs. SettingsError: the template has no place for one of them, or for a key
-    or a role of a message that OpenAI's do not have: the text is the same without it."""
-    there = not_null(columns)
-    tools, options = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
+    """Returns what the chat template gets beside the messages: a row's tools, which are schemas,
+    and its chat_template_kwargs. SettingsError: they have another form; the template has no place
+    for something of the row; or a column of UNREAD is there."""
+    columns = not_null(columns)
+    tools, options = (from_json(columns.get(key)) for key in ("tools", "chat_template_kwargs"))
     tools, options = tools or [], options or {}
     if not isinstance(tools, list) or not all(isinstance(it, dict) for it in [*tools, options]):
         raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
@@ -213,37 +222,46 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
     if tools:
         options = options | {"tools": tools}
     for name, kind in UNREAD.items():
-        if there.get(name) and isinstance(there[name], kind):
+        if columns.get(name) and isinstance(columns[name], kind):
             raise no_place(name)
+    check_all_is_used(messages, options, tokenizer)
+    return options
 
+
+def check_all_is_used(messages: list[dict], options: dict, tokenizer):
+    """Raises a SettingsError if the chat template ignores an option, or an unusual key or role of a
+    message: the text is the same without it. Nothing is checked if the template refuses the whole
+    chat, because its own error says more (`rendered`)."""
     def text_of(messages=messages, options=options) -> str | None:
-        """The text without something that the row has. None: the template raises an error, so it
-        asks for it."""
+        """Renders these messages with these options. None: the template raises an error."""
         with suppress(SettingsError):
             return in_template(messages, tokenizer, options, add_generation_prompt=True)
 
+    whole = text_of()
+    if whole is None:
+        return
     for key, value in options.items():
         others = [{name: it for name, it in options.items() if name != key}]
-        if isinstance(value, bool):  # a switch may be given its default
+        if isinstance(value, bool):  # a switch at its default changes nothing; its opposite does
             others.append(options | {key: not value})
-        if {text_of(options=other) for other in others} == {text_of()}:
+        if all(text_of(options=other) == whole for other in others):
             raise no_place(key)
-    meant = [key for m in messages for key, value in m.items()
-             if key not in KEYS and value not in (None, "", [], {})]
-    for key in dict.fromkeys(meant):
+    unusual = [key for m in messages for key, value in m.items()
+               if key not in MAY_BE_UNUSED and value not in (None, "", [], {})]
+    for key in dict.fromkeys(unusual):
         without = [{name: it for name, it in m.items() if name != key} for m in messages]
-        if text_of(without) == text_of():
+        if text_of(without) == whole:
             raise no_place(key)
     for role in {m["role"] for m in messages} - {*ROLES}:
         renamed = [m | {"role": "QX7"} if m["role"] == role else m for m in messages]
         text = text_of(renamed)
-        if text and text.replace("QX7", role) == text_of():  # the template names no such role
+        # A template that only copies the role's name writes the same under any other name.
+        if text and text.replace("QX7", role) == whole:
             raise no_place(role)
-    return options
 
 
 def no_place(name: str) -> SettingsError:
-    """The sentence for what a chat template does not use."""
+    """Returns the error for something that a chat template does not use."""
     return SettingsError(
         f"the chat template of the model has no place for {name}. Would work: rows without it, or "
         "another model; docs/use/data_and_rewards.md has the forms, examples/convert.py converts "
@@ -253,13 +271,16 @@ def no_place(name: str) -> SettingsError:
 # ---- where rows come from ----
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
-    """The rows of `spec` as they are stored, and a name for them. SettingsError: there are none,
-    or they cannot be read."""
+    """Reads the rows of `spec` as they are stored → the rows, and a name for them. spec: a file,
+    FILE.py:NAME, tiny or reasoning_gym for generated rows, or a data set of the hub; of the last
+    two NAME[:CONFIG][@SPLIT]. seed: for rows that a function makes. SettingsError: there are no
+    rows, or they cannot be read."""
     if ".py:" in spec:
         return rows_of_function(spec, seed), Path(spec).name
     path = os.path.expanduser(spec)
     if os.path.isfile(path) and path.endswith(FILES):
-        rows, name = reading(spec, read_file, path), "/".join(Path(path).with_suffix("").parts[-2:])
+        rows = reading(spec, read_file, path)
+        name = "/".join(Path(path).with_suffix("").parts[-2:])  # FOLDER/FILE
     elif os.path.exists(path) or path.endswith(FILES):
         raise SettingsError(
             f"{spec} is no file on this machine, or does not end in {', '.join(FILES)}. Rows of "
@@ -279,18 +300,20 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
 
 
 def reading(spec: str, function, *args) -> list[dict]:
-    """function(*args). What a library raises becomes one sentence."""
+    """Returns function(*args). An exception of a library becomes a SettingsError of one sentence,
+    with the cause that `datasets` hides behind a general error."""
     try:
         return function(*args)
     except Exception as error:
-        reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
+        reason = error.__cause__ or error
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
                             f"{one_line(reason)[:300]}") from error
 
 
 def rows_of_function(spec: str, seed: int) -> list[dict]:
-    """The rows that the function of FILE.py:NAME returns or yields. It is called once on each rank,
-    with the seed. SettingsError: there is none, it fails, or what it gives is no rows."""
+    """Returns the rows that the function of FILE.py:NAME returns or yields. It is called once on
+    each rank, with the seed. SettingsError: there is no such function, it fails, or its result is
+    not rows."""
     path, _, name = spec.rpartition(":")
     found = [it for it in (Path(path), ROOT / path) if it.is_file()]
     if not found:
@@ -306,7 +329,7 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
 
 
 def read_hub(name: str, config: str | None, split: str) -> list[dict]:
-    """A data set of the hub, or of its local cache, by the `datasets` library."""
+    """Reads a data set of the hub, or of its local cache, by the `datasets` library."""
     import datasets
     return from_arrow(datasets.load_dataset(name, config, split=split).with_format("arrow")[:])
 
@@ -315,17 +338,17 @@ def read_hub(name: str, config: str | None, split: str) -> list[dict]:
 # JSON for a date, and its errors name no line.
 
 def read_file(path: str) -> list[dict]:
-    """The rows of a file, whose name ends in one of FILES."""
+    """Reads the rows of a file, whose name ends in one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
-        return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table takes URIs
+        return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table takes a URI
     text = Path(path).read_bytes().decode("utf-8-sig")
     return read_csv(text) if path.endswith(".csv") else read_json(text)
 
 
 def from_arrow(table) -> list[dict]:
-    """The rows of an Arrow table. A struct has the keys of all rows there: those that are null
-    are taken out."""
+    """Returns the rows of an Arrow table. In Arrow each struct has the keys of all rows, null where
+    a row lacks one: these are taken out."""
     import pyarrow as pa
 
     def plain(value, kind):

@@ -29,6 +29,7 @@ from data import DataArgs, Row, load, make_row
 from errors import Mistakes, SettingsError
 from evaluate import EvalArgs
 from log import read
+from metrics import show_metrics
 from model import ModelArgs, OptimizerArgs, learning_rate
 from part import ask, wrapped
 from plan import Memory, PlanArgs
@@ -379,12 +380,15 @@ def parse(kind: type, description: str):
             mistakes[:] = [f"{path}, beside the command line: {one}" for one in mistakes]
     if mistakes:
         dist.run(mistakes.stop)  # prints and ends
+    if args.plan_args.metrics:
+        dist.run(show_metrics)
     return args
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """Reads the words again, with the values of `kept` (args.json) for flags that are not given →
-    Args. SettingsError: a kept value is not one that the flag takes today."""
+    """Reads the words again → Args. A flag that is not given gets its value of `kept` (args.json),
+    except those of OF_A_CALL. Keys of `kept` that are no flags today are ignored. SettingsError: a
+    kept value is not one that the flag takes today."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     before = []

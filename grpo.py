@@ -48,19 +48,19 @@ class Args(flags.LossArgs, CommonArgs):
     """eps beside a std in --advantage (verl uses 1e-6, TRL 1e-4)."""
     loss: str = "clip"
     """clip: PPO's. gspo: one ratio for a whole completion; needs bounds near 3e-4. cispo: a
-    clipped, constant ratio times log π. reinforce: no ratio; one update per rollout. Others and
-    your own: FILE.py:NAME, as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric."""
+    clipped ratio without gradient, times log π. reinforce: no ratio; one update per rollout. Others
+    and your own: FILE.py:NAME, as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric."""
     kl_loss_coef: float = 0.0
     """β of a KL term in the loss, to the starting model. 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
-    """Its expected gradient: k1 0; k2 that of KL(π‖ref); k3 (GRPO) that of KL(ref‖π); k3_ratio, k3
-    times π/π_old: that of KL(π‖ref), off-policy too."""
+    """The gradient that each has in expectation: k1: 0. k2: that of KL(π‖ref). k3, GRPO's: that of
+    KL(ref‖π). k3_ratio, k3 times π/π_old: that of KL(π‖ref), also off-policy."""
     overlong_filter: bool = False
     """Truncated completions are not in the loss. They still count in the mean of their group."""
     dynamic_sampling: bool = False
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
     refills: int = 3
-    """The most extra rollouts of one step with --dynamic_sampling."""
+    """At most this many extra rollouts in one step with --dynamic_sampling."""
     script: ClassVar[str] = "grpo.py"
 
     @property
@@ -70,7 +70,9 @@ class Args(flags.LossArgs, CommonArgs):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether something needs old_logprobs before the update."""
+        """Whether log π_old needs a forward pass of its own, because several updates learn from one
+        rollout or the advantage depends on it. Otherwise the update's own log-probs are log π_old.
+        """
         return self.minibatches * self.epochs > 1 or self.advantage_uses_old
 
     @property
@@ -134,14 +136,15 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
           reference: Policy | None = None, phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples: --epochs x --minibatches optimizer steps → metrics.
 
-    Metrics and new weights are the same on every rank, and but for rounding on any number of ranks,
-    with any number of tokens in a micro-batch (--update_tokens, --score_tokens).
+    Metrics and new weights are the same on every rank. The number of ranks and the budgets
+    --update_tokens and --score_tokens change them only by rounding.
     """
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
 
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
-    # This is the default; `compute_advantages` has the others, some of them by token.
+    # This is the default; `compute_advantages` has the others, some of them by token. Only those
+    # that depend on old log-probs need them here, for all completions.
     old_logprobs = ref_logprobs = None  # (M,)
     if args.advantage_uses_old:
         with phase("score"):
@@ -149,9 +152,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
-    # A completion whose advantages are all 0 has the loss 0 for every weight, so it is in no pass:
-    # its `learns` is False. It still counts in the weights below. But a KL or entropy term acts on
-    # every token in the loss, and so may a loss of --loss FILE.py:NAME.
+    # A completion whose advantages are all 0 has the loss 0, whatever the parameters of the policy
+    # are, so it is in no forward pass: its `learns` is False. It still counts in the denominators
+    # of the weights below. But a KL or entropy term acts on every token in the loss, and so may a
+    # loss of --loss FILE.py:NAME.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
     learns = ((size > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
@@ -176,8 +180,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         if not weights.any():  # there is no loss, so there is no optimizer step
             meter.skipped += 1
             continue
+        # The total weight of all tokens in the loss is the denominator of the metrics loss/…
         meter.in_loss += float(weights @ loss_tokens.double())
-        rows = [r for r in rows if learns[r]]  # none: the gradient is 0, and momentum goes on
+        # If no row is left, the optimizer still steps, with the gradient 0: its momentum acts on.
+        rows = [r for r in rows if learns[r]]
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
                 logp, entropy = policy.logprobs(
@@ -211,7 +217,8 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     """Computes log-probs of the sampled tokens from before the update: those of the policy and of
     the reference model, (M,) each in nats, or None where nothing needs them.
 
-    With one update per rollout the update computes log π_old itself, and the ratio is exactly 1.
+    With one update per rollout, unless the advantage needs them, the update computes log π_old
+    itself, and the ratio is exactly 1.
     among (N,) bool: which completions are computed; the tokens of the others have NaN. All ranks
     must call it (a collective).
     """
@@ -224,14 +231,16 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-    """How many tokens of each completion are in the loss, (N,), and why some have none."""
+    """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…,
+    which count why some have none."""
     scored = batch.scored  # (N,) bool
     least = flags.own("advantage", args.advantage).least  # scored ones that a group must have
-    paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
+    has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
-    keep = scored & paired & ~cut  # (N,)
+    keep = scored & has_baseline & ~cut  # (N,)
     counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
-              "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
+              "dropped_no_baseline": scored & ~has_baseline,
+              "dropped_overlong": scored & has_baseline & cut}
     prompts = len(scored) // args.group
     differ = losses.keep_groups(batch.rewards, args.group, scored)  # (P,) bool
     return batch.tokens * keep, {
@@ -242,11 +251,12 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """One number a token, (M,). By default R - mean of the group for all tokens of a completion."""
+    """Returns the advantage of each token, (M,). By default it is R - mean of the group for all
+    tokens of a completion."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: an environment's too
+            batch.lengths, args.max_tokens, args.overlong_buffer)
     in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
     if args.advantage == "reinforce++":  # A_t = sum over u >= t of ([u is last] R - beta k1_u)
         rewards = losses.token_rewards(
@@ -267,7 +277,9 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
 
 
 def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs):
-    """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (M,)."""
+    """Calls the function of --advantage FILE.py:NAME, whose arguments variants/__init__.py
+    describes, and returns the advantages, (M,). SettingsError: it returns no finite number for each
+    completion, or for each token if its file says so."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
     own = flags.own("advantage", args.advantage)
@@ -276,16 +288,17 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, old_logprobs=old_logprobs,
         engine_logprobs=batch.engine_logprobs, batch=batch)
-    like = row if own.per == "token" else rewards
-    if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
-        raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
+    wanted = len(row) if own.per == "token" else len(rewards)
+    if getattr(A, "shape", None) != (wanted,) or not torch.as_tensor(A).isfinite().all():
+        raise SettingsError(f"--advantage {args.advantage} must return a tensor of {wanted:,} "
                             f"finite numbers: its PER is {own.per}.")
     A = torch.as_tensor(A).double()
     return A if own.per == "token" else batch.of_rows(A)
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:
-    """DAPO's dynamic sampling → the samples to train on, and how many are not, by reason.
+    """DAPO's dynamic sampling → the samples to train on, and the metrics that count those that are
+    not, by reason.
 
     It keeps the groups whose rewards differ. While they are fewer than --batch, it adds a rollout
     of new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, 3.2

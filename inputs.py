@@ -213,8 +213,9 @@ FIRST = 200  # rows of --data, and of --eval_data, on which the tokenizer is che
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
-    """Returns those of the ids `ends` that the model can write. If there are none, `notes` gets a
-    line, or without rollouts it is a SettingsError."""
+    """Returns those of the ids `ends` that the model can write. If there are none and --stop is
+    empty, `notes` gets a line. SettingsError: there are none, and the script samples nothing, so it
+    would train on rows without an end."""
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")

@@ -8,7 +8,7 @@ kill cut off. What only decorates a run (W&B, samples, the curve) never ends it.
 
 Top to bottom: files that are whole or absent, the run's folder, Log (lines, metrics.jsonl, W&B),
 Meter (means of metrics over tokens), samples, and the grade at the end.
-docs/reference/metrics_and_files.md has every metric and every file.
+metrics.py has the definition of every metric, docs/reference/metrics_and_files.md every file.
 """
 import errno
 import fcntl
@@ -98,7 +98,7 @@ def whole_folder(folder: str | Path):
 
 
 def as_lines(rows: list[dict]) -> str:
-    """Writes objects as the lines of a .jsonl file."""
+    """Returns objects as the lines of a .jsonl file."""
     return "".join(json.dumps(row, default=str) + "\n" for row in rows)
 
 
@@ -148,8 +148,8 @@ def choose_folder(args, now: datetime) -> Path:
 
 
 def began(folder: Path | None, now: datetime) -> str:
-    """Returns the time when the run in `folder` began for the first time, because chat templates
-    may write the date. It is `now` for a new run."""
+    """Returns the time when the run in `folder` began for the first time, as a text in ISO format,
+    because chat templates may write the date. It is the time `now` for a new run."""
     path = Path(folder or "", "args.json")
     kept = read(path).get("began") if folder and path.exists() else None
     return kept or now.isoformat(" ", "seconds")
@@ -189,7 +189,7 @@ def is_evaluation(row: dict) -> bool:
 # ---- lines ----
 
 def duration(seconds: float) -> str:
-    """Writes a time in seconds as "45 s", "12 min" or "5.5 h"."""
+    """Returns a time in seconds as "45 s", "12 min" or "5.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -346,7 +346,7 @@ class Log:
         self.say(self.evaluation_line(row) if is_evaluation(row) else self.step_line(row))
 
     def evaluation_line(self, row: dict) -> str:
-        """Writes the line of an evaluation. A metric that was computed from samples is followed by
+        """Returns the line of an evaluation. A metric that was computed from samples is followed by
         its interval."""
         shown = []
         for key, value in row.items():
@@ -361,8 +361,8 @@ class Log:
         return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
     def step_line(self, row: dict) -> str:
-        """Writes the line of a step: the metrics of LINE, a remark if the gradient is zero, and the
-        time left, by the median of the last 20 steps."""
+        """Returns the line of a step: the metrics of LINE, a remark if the gradient is zero, and
+        the time left, by the median of the last 20 steps."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             equal = row.get("batch/groups_equal") == 1
@@ -409,7 +409,8 @@ class Meter:
         self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
 
     def add(self, weights, metrics):
-        """Adds the tokens of one micro-batch. metrics {name: (n,)} are averaged with weights (n,).
+        """Adds the tokens of one micro-batch. metrics {name: (n,)} are averaged with weights (n,);
+        of GAP the maximum is kept too.
         SettingsError: a metric has another shape, as one of a user's own loss may."""
         self.weight = self.weight + weights.sum()
         for name, values in metrics.items():
@@ -469,8 +470,9 @@ SHORT.maxstring = 140  # characters
 
 
 def sample_row(s: Sample, decode=None) -> dict:
-    """Returns a sample as an object of samples/NAME.jsonl. `decode` is the tokenizer's: with it the
-    prompt is shown as the model saw it."""
+    """Returns a sample as an object of samples/NAME.jsonl. With `decode`, the tokenizer's, the
+    prompt is the text of its ids, control tokens included, and the object has the lists of
+    `token_row` too."""
     asked = s.prompt.row
     prompt = asked.prompt
     if decode:
@@ -503,7 +505,7 @@ def token_row(s: Sample, decode=None) -> dict:
 
 
 def short(row: dict) -> str:
-    """Writes a row of samples/ as a line of the screen."""
+    """Returns a row of samples/ as a line of the screen."""
     reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
     prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
     return f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}"

@@ -11,11 +11,12 @@ Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weig
 over the global minibatch before any split, so the losses and gradients of ranks and micro-batches
 add up. Rewards, advantages, returns and weights are float64.
 
-Symbols: r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = number of
-sampled tokens.
+Symbols: i is a completion, t one of its tokens, r_t = exp(logp_t - old_t) = pi / pi_old, A =
+advantage, sg = stop gradient, |o| = number of sampled tokens.
 
 The sections follow the path of a step: rewards, advantages of completions, rewards and advantages
-of tokens, policy losses, the losses of critic and reference, and the weights of tokens.
+of tokens, policy losses, the losses of critic and reference, the correction of the engine, and the
+weights of tokens.
 """
 import torch
 
@@ -24,7 +25,8 @@ def row_sum(x, row, n_rows):
     """Returns for each token the sum of x over all tokens of its completion: (n,) -> (n,). n_rows,
     the number of completions, is an argument, because reading it from `row` would wait for a GPU.
     """
-    # Not x[row]: on a CPU its gradient depends on the number of threads. index_select's does not.
+    # index_select, not sums[row]: on a CPU the gradient of the latter depends on the number of
+    # threads.
     return x.new_zeros(n_rows).index_add(0, row, x).index_select(0, row)
 
 
@@ -70,7 +72,7 @@ def equal(x, y):
 def _groups(rewards, group, scored):
     """Reshapes the rewards and scored (N,) by prompt. Returns the rewards (P, G), 0 where unscored;
     scored (P, G); and whether the scored rewards of each prompt are equal, (P, 1), which is True if
-    none is scored.
+    none is scored: then the highest is -inf, the lowest inf, and `equal` holds.
     """
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
@@ -94,7 +96,7 @@ def group_advantages(rewards, group, *, kind, eps, scored):
     rewards (N,), scored (N,) bool. kind: grpo, dr_grpo, rloo or reinforce++-baseline; it raises a
     ValueError for any other. eps: added to the std of grpo.
     """
-    R, S, equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
+    R, S, all_equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
     n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)  # over the scored completions
     A = R - total / n.clamp(min=1)
     others = (n - 1).clamp(min=1)  # the number of other scored completions
@@ -105,12 +107,12 @@ def group_advantages(rewards, group, *, kind, eps, scored):
         A = R - (total - R) / others
     elif kind not in ("dr_grpo", "reinforce++-baseline"):
         raise ValueError(f"There is no advantage {kind!r}.")
-    return torch.where(S & ~equal, A, 0).view(-1)
+    return torch.where(S & ~all_equal, A, 0).view(-1)
 
 
 def batch_std(rewards, scored):
     """Returns the standard deviation of the scored rewards of the global batch, ddof 1. It is for
-    an --advantage of a file.
+    functions of --advantage FILE.py:NAME.
     """
     x = rewards[scored]
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
@@ -129,7 +131,7 @@ def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
     penalty. The policy gradient of this reward lowers KL(pi || ref) of whole completions.
     """
     rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-    last = lengths.cumsum(0) - 1  # (N,): a completion without a token has none
+    last = lengths.cumsum(0) - 1  # (N,); of a completion without tokens it means nothing
     rewards[last[lengths > 0]] = scores[lengths > 0].double()
     if ref_logprobs is not None:
         rewards = rewards - kl_coef * (logprobs.double() - ref_logprobs.double())
@@ -152,7 +154,7 @@ def gae(rewards, values, lengths, *, gamma, lam):
     # comes first, so those that still have a token are always the first ones. Lengths [2, 3] give
     # the tokens [4, 1], then [3, 0], then [2].
     longest = lengths.argsort(descending=True)
-    lengths, last = lengths[longest], (lengths.cumsum(0) - 1)[longest]  # last: of last tokens
+    lengths, last = lengths[longest], (lengths.cumsum(0) - 1)[longest]  # index of the last token
     next_value = next_advantage = rewards.new_zeros(len(lengths))
     for back in range(max(lengths.tolist(), default=0)):
         left = int((lengths > back).sum())  # completions that still have a token
@@ -210,11 +212,11 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
 
         -min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)
 
-    log_ratio: the log of the token's ratio, for approx_kl. log_r: the log of r, which is the
-    token's ratio too, or a sequence's.
+    log_ratio: the log of the token's ratio, for approx_kl. log_r: the log of the ratio that is
+    clipped, which is the token's (PPO) or its sequence's (GSPO).
     """
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
-    # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient.
+    # sg[min(r, e^80)] * exp(log_r - sg[log_r]): the second factor is 1, and only it has a gradient.
     # Where A < 0 and there is no dual_clip, nothing bounds r from above. A clamp alone would give
     # such a token the gradient 0, and hide it. Here its gradient is about exp(80), whose square is
     # inf in the norm, so the optimizer step is skipped.
@@ -261,8 +263,8 @@ def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
 
 
 def reinforce_loss(logp, old, A, row, **others):
-    """Returns the loss of REINFORCE, -A_t * logp_t, and its metrics. No ratio corrects a second
-    update with the same completions. https://doi.org/10.1007/BF00992696
+    """Returns the loss of REINFORCE for each token, -A_t * logp_t, and its metrics, for which alone
+    `old` is needed. No ratio corrects a second update with the same completions. https://doi.org/10.1007/BF00992696
     """
     ratio = (logp - old).exp()
     return -A * logp, ratio_metrics(logp - old, ratio, torch.zeros_like(ratio))
@@ -279,26 +281,28 @@ def capped_ratio(logp, old):
 # ---- critic, reference
 
 
-def value_loss(V, V_old, R, *, clip):
+def value_loss(V, V_old, returns, *, clip):
     """Returns PPO's critic loss for each token and whether its bound acts (clip_frac), (n,) each.
 
-        0.5 * max((V - R)^2, (V_clip - R)^2)    V_clip = clip(V, V_old - clip, V_old + clip)
+        0.5 * max((V - returns)^2, (V_clip - returns)^2)
+                                                V_clip = clip(V, V_old - clip, V_old + clip)
                                                 https://github.com/openai/baselines, ppo2/model.py
 
-    V, V_old, R (n,): the values with gradient, those before the update, and the returns. clip: None
-    for no bound.
+    V, V_old, returns (n,): the values with gradient, those before the update, and the returns.
+    clip: None for no bound.
     """
     # V_old + (V - V_old).clamp(-clip, clip) would round where V is within the bounds.
     V_clip = V if clip is None else V.clamp(V_old - clip, V_old + clip)
-    error, clipped_error = (V - R).square(), (V_clip - R).square()
+    error, clipped_error = (V - returns).square(), (V_clip - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).to(error.dtype)
 
 
 def kl_estimate(logp, ref, *, kind, old=None):
-    """Returns an estimate of KL(pi || ref) for each token (n,), from samples of pi.
+    """Returns an estimate of KL(pi || ref) for each token (n,), from samples of pi, or for k3_ratio
+    of pi_old.
 
         d = logp - ref          k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
-        k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
+        k3_ratio = r * k3           DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
         k1, k2, k3: http://joschu.net/blog/kl-approx.html
 
     logp, ref, old: (n,). kind: one of these names; only k3_ratio needs `old`.
@@ -322,7 +326,8 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
 
-    n / horizon is that of OpenAI's code (the paper has 0.1); with the min the result is positive.
+    The paper has the constant 0.1 in the place of n / horizon, which is that of OpenAI's code. The
+    min keeps the result positive.
     OpenAI's target, 6, is per sequence; verl's 0.1 is per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
@@ -337,7 +342,8 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, from before the update
         truncate    min(w_t, high)      TIS, high 2: https://fengyao.notion.site/off-policy-rl
-        mask        w_t in [low, high], else 0    IcePop, .5 and 5: https://arxiv.org/abs/2510.18855
+        mask        w_t where it is in [low, high], else 0
+                    IcePop, .5 and 5: https://arxiv.org/abs/2510.18855
         sequence_truncate, sequence_mask    the same for the product of a completion's w_t
         sequence_mean   min(their geometric mean, high); its noise does not grow with the length
                     https://github.com/NVIDIA-NeMo/RL/pull/2269
@@ -350,11 +356,11 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
         log_ratio = (row_mean if kind == "sequence_mean" else row_sum)(log_ratio, row, n_rows)
     ratio = log_ratio.exp()
     if kind.endswith(("truncate", "mean")):
-        weights, cut = ratio.clamp(max=high), ratio > high
+        factors, cut = ratio.clamp(max=high), ratio > high
     else:
         cut = (ratio < low) | (ratio > high)
-        weights = torch.where(cut, 0, ratio)
-    return weights, {"engine_ratio": ratio, "engine_cut": cut.to(ratio.dtype)}
+        factors = torch.where(cut, 0, ratio)
+    return factors, {"engine_ratio": ratio, "engine_cut": cut.to(ratio.dtype)}
 
 
 # ---- aggregation: the weight of a token's loss

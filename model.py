@@ -147,7 +147,7 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
         lm = family.skeleton(dtype)
         family.parts(lm)[0].set_attn_implementation("packed")
     # torch gives the row `padding_idx` no gradient. transformers sets it to config.json's
-    # pad_token_id, which may be the end token. Nothing is padded here: every row is trained.
+    # pad_token_id, which may be the end token. Nothing is padded here, so every row is trained.
     for module in lm.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
@@ -173,7 +173,7 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
     names = names_in_files(lm, folder)
-    root = kind(lm, args).eval()  # the engine has no dropout
+    root = kind(lm, args).eval()  # eval: without dropout, like the engine
     if own.shard_size not in (0, world.size):
         sizes, dims = (world.size // own.shard_size, own.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
@@ -188,9 +188,10 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
             for p in module.parameters():
                 p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
             lm.base_model._init_weights(module)
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:  # FSDP casts none
+        # FSDP casts parameters and no buffers.
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
             setattr(module, name, getattr(module, name).to(compute))
-    root.start(args.seed)
+    root.start(args.seed)  # the parameters that are in no file
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
@@ -205,20 +206,21 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
-        if checkpointing:  # inside FSDP's hooks
+        if checkpointing:  # before fully_shard, so that it runs inside FSDP's hooks
             checkpoint_layer(layer, preserve_rng_state=False)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
     if mesh.size() == 1:  # sum and mean are the same; a factor would copy each gradient
         return
-    # Gradients are sums over ranks. As means, those of 3 ranks would round unlike those of 1.
+    # The loss is a sum over all ranks, so gradients are too. FSDP's default is the mean: times 3
+    # again, that of 3 ranks would round unlike the gradient of 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def whole(tensor):
-    """Returns the full tensor of one that FSDP has sharded, and any other tensor as it is. All
+    """Returns the full tensor if FSDP has sharded `tensor`, else `tensor` itself. All
     ranks must call it (a collective)."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -227,7 +229,7 @@ def whole(tensor):
 
 class Model(nn.Module):
     """A language model of transformers, `lm`, with its Family. FSDP shards this module."""
-    frozen = False  # True: its weights are not trained, so they need no float32
+    frozen = False  # True: the files' weights stay as they are; only what a part adds is trained
 
     def __init__(self, lm, args):
         """lm is the `skeleton` of a folder. args is the script's Args."""
@@ -235,7 +237,7 @@ class Model(nn.Module):
         self.lm, self.family = lm, family_of(lm.config)
 
     def start(self, seed: int):
-        """Fills the parameters that are in no file with zeros, such as the critic's head. `seed` is
+        """Fills with zeros the parameters that are in no file, such as the critic's head. `seed` is
         for subclasses that fill theirs at random."""
         for name, p in self.named_parameters():
             if not name.startswith("lm."):
@@ -251,7 +253,7 @@ class Model(nn.Module):
         Places may repeat.
 
         On a CPU the gradient of x[source] depends on the number of threads; that of index_select
-        does not. On CUDA it is a sum by atomics, in any order.
+        does not. On CUDA it is summed by atomic additions, whose order is not fixed.
         """
         return self.states(inputs).flatten(0, 1).index_select(0, source)
 
@@ -263,7 +265,7 @@ class LogprobModel(Model):
         super().__init__(lm, args)
         text = lm.config.get_text_config().to_dict()
         self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text["vocab_size"])
-        # Cohere multiplies its logits by a number, and Granite divides its own by one.
+        # Cohere multiplies its logits by logit_scale, and Granite divides them by logits_scaling.
         self.scale = text.get("logit_scale", 1.0) / text.get("logits_scaling", 1.0)
         self.cap = text.get("final_logit_softcapping")  # Gemma 2 has one
 
@@ -339,7 +341,7 @@ class Trained:
         """Runs the module's forward on a micro-batch → what the module returns. All ranks must call
         it (a collective)."""
         out = self.module(self.inputs(micro), micro.source, *inputs)
-        if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
+        if not torch.is_grad_enabled():  # FSDP frees the root's whole weights in the backward pass
             self.module.reshard()
         return out
 

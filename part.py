@@ -7,6 +7,7 @@ order of their names:
 
     Flags                       a dataclass (flags.Flags): a heading of --help. The values are
                                 args.parts.NAME; its `rules` and `fixed` work as in any Flags
+    METRICS                     {name of a metric that the part adds: its definition}
     REWARDS                     {name of --reward: FILE.py}: the file has a function of that name
     FAMILIES                    {model_type: a subclass of family.Family that computes it}
     make_row(make, args, ...)   returns the function that makes a data.Row of a stored row: `make`,
@@ -41,8 +42,8 @@ from types import ModuleType
 from settings import Flags
 
 ROOT = Path(__file__).parent
-PLACES = {"Flags", "REWARDS", "FAMILIES", "make_row", "model", "policy", "engine", "pool",
-          "memory", "sizes", "check", "begin", "end", "unknown"}
+PLACES = {"Flags", "METRICS", "REWARDS", "FAMILIES", "make_row", "model", "policy", "engine",
+          "pool", "memory", "sizes", "check", "begin", "end", "unknown"}
 
 
 @cache
@@ -73,7 +74,7 @@ def flags() -> type:
 
 def ask(place: str, *given) -> list:
     """Calls the function that each part defines at this place with the arguments `given`, and
-    returns a list of the results that are not None.
+    returns a list of the results that are not None. place: a name of PLACES.
     """
     found = [function(*given) for function in asked(place).values()]
     return [one for one in found if one is not None]

@@ -35,6 +35,8 @@ class PlanArgs(Flags):
     """The plan"""
     plan: bool = False
     """Print the plan for these settings and exit."""
+    metrics: bool = False
+    """Print what each metric of a run is and exit."""
     ranks: Count = 1
     """Ranks to plan for."""
     gpu_gb: Positive = 80.0
@@ -67,13 +69,13 @@ def ceil_div(n: int, size: int) -> int:
 
 
 def count(n: int, word: str) -> str:
-    """Writes a number with its word: "1 row", "2 rows"."""
+    """Returns a number with its word: "1 row", "2 rows"."""
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
 def spread(n: int, parts: int) -> str:
-    """Writes the size of each part if n items are split into so many parts: "64", or "85 or 86" if
-    they do not divide evenly."""
+    """Returns in words the size of each part if n items are split into so many parts: "64", or "85
+    or 86" if they do not divide evenly."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
@@ -89,18 +91,18 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # copies of keys that attention makes for a token, on average (Plan.phases)
+    keys: int  # keys that attention copies for a token: a bound of the mean (Plan.phases)
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        # All ranks have equally many micro-batches. If there are fewer rows, each other one is a
-        # row of padding.
+        # All ranks have equally many micro-batches. If there are fewer rows than micro-batches, the
+        # remaining ones are empty and compute one dummy token (batch.Micro).
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
-        """Writes the phase as a line of --plan."""
+        """Returns the phase as a line of --plan."""
         text = (f"{self.rows:,} completions, {spread(self.rows, self.ranks)} a rank, in at most "
                 f"{count(self.micros, 'round')} of {self.width} x {self.longest:,} tokens (budget "
                 f"{self.budget:,})")
@@ -170,7 +172,7 @@ class Plan:
         return "\n".join(x for x in lines if not short or not x.startswith("    "))
 
     def step(self) -> str:
-        """Writes what one step trains on: prompts, completions and optimizer steps."""
+        """Returns in words what one step trains on: prompts, completions and optimizer steps."""
         a, prompts = self.args, self.batches[0]
         if a.eval_args.eval_only:
             return f"an evaluation of {count(self.n_eval, 'row')}, and no training"
@@ -198,12 +200,13 @@ class Plan:
             yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
-        """Writes how often a run saves a checkpoint, and how many of which size it keeps."""
+        """Returns in words how often a run saves a checkpoint, how many it keeps, and their
+        size."""
         every, keep = save_every(self.args), self.args.run_args.keep
         if self.args.eval_args.eval_only:
             return "nothing (--eval_only)"
         if not every:
-            return "no checkpoint (--save_every 0), but after SIGTERM"
+            return "no checkpoint (--save_every 0), except after SIGTERM"
         size = f": {keep} x {self.memory.checkpoint / 1e9:.3g} GB in runs/" if self.memory else ""
         return f"every {count(every, 'step')}, the newest {keep} stay{size}"
 
@@ -221,7 +224,8 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
         wrong |= outside(group)
     # The other rules see the default in the place of a wrong value: one mistake, one sentence.
     usable = changed(args, **{name: default[name] for name in wrong})
-    plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
+    plan = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size)
+    found = [*wrong.values()]
     values = values_of(usable)
     for group in groups(usable):
         found += [*needed(group, values), *group.rules(plan)]
@@ -267,7 +271,7 @@ class Memory:
                       "engine": self.engine() if self.args.needs_engine else (0.0, 0.0)}
         self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
         cached = self.holds > 0 or not self.args.needs_engine
-        self.fits = max(self.sums) <= 0.97 * self.room and cached  # 3 % must be to spare
+        self.fits = max(self.sums) <= 0.97 * self.room and cached  # 3 % must be left over
 
     # ---- weights ----
 
@@ -315,7 +319,8 @@ class Memory:
         """Returns the parts for the largest micro-batch and the largest chunk of logits among all
         phases."""
         found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
-        micro, logits = (max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
+        micro = max((layers for layers, _ in found), default=0.0)
+        logits = max((logits for _, logits in found), default=0.0)
         return {"micro-batch": (0.0, micro), "logits": (0.0, logits)}
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
@@ -327,11 +332,13 @@ class Memory:
             shape = shape.reference  # it scores too, and is the larger one
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
         copies = UPDATE_HEAD if update else SCORE_HEAD
-        logits = copies * 4 * min(tokens, chunk) * shape.vocab
+        logits = copies * self.m * min(tokens, chunk) * shape.vocab
         if critic:  # its head has one column
             logits = 0.0
         work = tokens * self.of_token(shape, phase, update)
-        if not update:  # it never holds a layer's work and logits at once, but the sum adds both
+        # A score holds a layer's work or the logits, never both. The sum adds the logits to the
+        # work, so they are subtracted here; at least what is between the layers stays.
+        if not update:
             work = max(work - logits, tokens * 8 * self.c * shape.hidden)
         return self.gathered(shape, critic, update) + work, logits
 
@@ -384,7 +391,8 @@ class Memory:
 
     def engine(self) -> tuple[float, float]:
         """Returns the bytes of the engine: (while it samples, while it sleeps and the trainer
-        learns). It sets `cache` and `holds`."""
+        learns). It sets `cache`, the bytes of its key-value cache, and `holds`, the number of
+        longest sequences that fit into it."""
         e, shape, card = self.args.engine_args, self.shape, self.card
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
@@ -400,12 +408,13 @@ class Memory:
         else:  # what one call can use, and room for one sequence at least
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
-        self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM keeps a block
+        # vLLM keeps one block for itself.
+        self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))
         # A sync of weights holds the largest one, the embedding, four times. An engine that slept
         # has no cache during the sync, so the larger of the two counts.
         sync, sleeps = 4 * self.c * shape.vocab * shape.hidden, card and e.sleep_level
         awake = fixed + (max(self.cache, sync) if sleeps else self.cache + sync)
-        return awake, graphs if sleeps else awake
+        return awake, (graphs if sleeps else awake)  # the CUDA graphs stay on the GPU
 
     # ---- in words ----
 

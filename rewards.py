@@ -37,7 +37,7 @@ from worker import Item, Part
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # the timeout of a worker's start
 MEMORY_GB = 4  # the memory limit of a worker
-FAILED_CALLS = 8  # the run ends after this many calls, in batches without a single score
+FAILED_CALLS = 8  # the run ends once batches in a row without any score have made so many calls
 
 
 @dataclass
@@ -60,15 +60,18 @@ class Score:
 @dataclass
 class Answer:
     """What the workers returned for an item."""
-    values: list  # for each part a number; None: it has none
+    # For each reward: a number; NaN: it does not apply to the row; None: it failed, or it has no
+    # value for the completion.
+    values: list
     error: str | None  # the last error of a reward; None: nothing failed
 
     def score(self, parts: list[Part]) -> Score:
-        """Returns the weighted sum of the values as a Score. NaN means that a reward does not apply
-        to the row (functions of TRL's form return None for it), and the sum is over the other
-        rewards. None means that a reward failed or has no value for the completion, and then the
-        completion has no score. It has none either if no reward applies. Without --reward the sum
-        is 0. parts: the rewards, in the order of `values`.
+        """Returns the weighted sum of the values as a Score. parts: the rewards, in the order of
+        `values`.
+
+        The sum is over the rewards that apply to the row. A completion has no score if a reward
+        failed, if one has no value for it, or if none applies. Without --reward the sum is 0.
+        (Where a function of TRL's form returns None, the worker makes it NaN: it does not apply.)
         """
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
@@ -144,16 +147,19 @@ def parse(specs: list[str]) -> list[Part]:
     not 1. Raises a SettingsError that lists all mistakes.
     """
     parts, mistakes = [], []
-    of_parts = {name: path for known in asked("REWARDS").values() for name, path in known.items()}
+    # The rewards that the folders of parts/ add.
+    added = {name: path for known in asked("REWARDS").values() for name, path in known.items()}
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
         path, name, number = match.groups() if match else (None, spec, None)
-        path, weight = path or of_parts.get(name), math.nan
+        path = path or added.get(name)
         path = path and file_of(path)
+        weight = math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
-        metrics = ["mean", "std"] if path else []
-        taken = [part.name for part in parts] + metrics
+        taken = [part.name for part in parts]
+        if path:  # reward/mean and reward/std are other metrics
+            taken += ["mean", "std"]
         if not (os.path.isfile(path) if path else name in REWARDS):
             what = f"file, here or in {ROOT}" if path else "reward"
             mistakes.append(f"--reward {spec}: no such {what}.")
@@ -167,7 +173,7 @@ def parse(specs: list[str]) -> list[Part]:
     if mistakes:
         raise SettingsError("\n".join([
             *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
-            f"Names: {', '.join([*REWARDS, *of_parts])}"]))
+            f"Names: {', '.join([*REWARDS, *added])}"]))
     return parts
 
 
@@ -183,7 +189,7 @@ def check(specs: list[str], args) -> tuple[list, list[str]]:
     need, as (reward, column), and the names of those that are `async def`. Raises a SettingsError
     if one of them cannot be loaded. specs: the words of --reward.
     """
-    parse(specs)
+    parse(specs)  # refuses an empty --reward, which Pool allows
     with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
         pool.wait()
         return pool.needs, pool.waits
@@ -204,10 +210,10 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
 
 
 def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
-    """Calls the functions of files once, for a made-up completion of the first row, before the
-    weights are loaded. Raises a SettingsError if a result cannot be a reward. If a function raises
-    an error or is late, it may be right for a real completion, so `notes` gets a line instead. An
-    `async def` function asks a server and is not called. waits: the names of these.
+    """Scores a made-up completion of the first row, before the weights are loaded, if a reward is
+    from a file and none is `async def` (such a function asks a server). Raises a SettingsError if a
+    result cannot be a reward. If a function raises an error or is late, it may be right for a real
+    completion, so `notes` gets a line instead. waits: the names of the `async def` functions.
     """
     if waits or not rows or not any(".py:" in spec for spec in args.reward):
         return
@@ -223,7 +229,7 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
     lines = error.strip().splitlines()
     why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
     said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
-    if why.startswith("TypeError: a reward must be "):
+    if why.startswith("TypeError: a reward must be "):  # worker.py raises it for a wrong result
         raise SettingsError(said)
     notes.append(f"{said} (it may be right for a real one)")
 
@@ -296,14 +302,16 @@ class Pool:
     answer: ClassVar = Answer
 
     def __init__(self, specs: list[str], args):
-        self.args, self.parts = args.reward_args, self.parse(specs) if specs else []
+        self.args = args.reward_args
+        self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start
         # What a worker reports of the functions:
-        self.groups = False  # True: one takes all completions of a prompt in one call
+        self.groups = False  # True: a function takes all completions of a prompt in one call
         self.waits = []  # the names of those that are `async def`
         self.needs = None  # [(reward, column that it needs), …]; None: no worker has loaded them
-        self.unanswered, self.warned = 0, False  # for `report`: calls without a score; printed?
+        # For `report`: the calls since the last score; whether a failure was printed.
+        self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
         # The threads take lists of calls from the inboxes. A call is a slice of the items. None
         # ends a thread.
@@ -345,7 +353,8 @@ class Pool:
         """
         if not self.parts:
             return [self.answer([], None) for _ in items]
-        self.items, self.answers, self.refused = items, [None] * len(items), ""
+        self.items, self.answers = items, [None] * len(items)
+        self.refused = ""  # with a new batch a worker may start again
         self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:
             inbox.join()
@@ -397,7 +406,7 @@ class Pool:
         try:
             worker = Worker(self.module, self.what(), self.args.reward_timeout)
             told = worker.receive(START_SECONDS)
-            if isinstance(told, str):
+            if isinstance(told, str):  # why it cannot load
                 raise OSError(told)
         except Exception as error:
             if worker:

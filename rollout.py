@@ -45,24 +45,25 @@ class EngineArgs(Flags):
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.5
     """The engine's share of each GPU."""
     kv_cache_gb: float = 0.0
-    """Key-value cache in GiB. 0: what the share leaves; on CPU what a step can use, up to 1."""
+    """Key-value cache in GiB. 0: on GPU what --gpu_memory_utilization leaves beside the weights; on
+    CPU what a step can use, at most 1."""
     max_num_seqs: Annotated[int, Range(0, 4096)] = 0
     """Completions that one engine generates at once. 0: vLLM's choice for the GPU; 256 on CPU."""
     sleep_level: Literal[0, 1, 2] = 2
-    """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
-    the weights on the host. 0: nothing."""
+    """What the engine frees on GPU while the trainer works. 2: weights and cache. 1: the same, but
+    it keeps the weights on the host. 0: nothing."""
     eager: bool = False
     """No CUDA graphs: a faster start, a slower generation."""
 
     def rules(self, plan):
         """Yields a sentence for each rule that is broken (settings.Flags)."""
-        wholes = [(plan.ranks, "ranks")]
-        if plan.local_size:
-            wholes = [(plan.local_size, "ranks of a machine")]
+        multiples = [(plan.ranks, "ranks")]
+        if plan.local_size:  # an engine stays within a machine
+            multiples = [(plan.local_size, "ranks of a machine")]
         if plan.shape:
-            wholes.append((plan.shape.heads, "attention heads"))
-        if words := " and ".join(f"{n:,} {word}" for n, word in wholes if n % self.tp):
-            works = max(k for k in range(1, self.tp + 1) if not any(n % k for n, _ in wholes))
+            multiples.append((plan.shape.heads, "attention heads"))
+        if words := " and ".join(f"{n:,} {word}" for n, word in multiples if n % self.tp):
+            works = max(k for k in range(1, self.tp + 1) if not any(n % k for n, _ in multiples))
             yield f"--tp must divide the {words} (got {self.tp}). Would work: --tp {works}."
 
 
@@ -75,15 +76,15 @@ class Request(NamedTuple):
 
 
 def hash_seed(*parts: int | str) -> int:
-    """Hashes its arguments to a seed of 63 bits. A hash is needed because neighbouring seeds, as
-    vLLM's `n=k` makes them (seed + i), would share random streams."""
+    """Hashes its arguments to a seed of 63 bits. With seed + i, as vLLM's `n=k` has it, completions
+    of prompts with near seeds would get the same seed."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Engine:
     """vLLM in this process. All ranks must build it together (a collective).
 
-    run is the run.Run with its models, which share the GPU with the engine.
+    run: the Run of run.py, whose models are built already; they share the GPU with the engine.
     """
 
     def __init__(self, run):
@@ -92,15 +93,19 @@ class Engine:
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
         self.run, self.world, self.args, self.log = run, world, args, run.log
-        self.dtype = torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32  # no float64
-        self.trained = [it for it in (run.policy, run.reference, run.critic)
+        # vLLM computes in no float64.
+        self.dtype = torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32
+        # The models whose tensors --offload may move.
+        self.movable = [it for it in (run.policy, run.reference, run.critic)
                         if isinstance(it, Trained)]
         self.tokenizer, self.eos_ids = inputs.tokenizer, inputs.ends
         self.text = reader(self.tokenizer, self.eos_ids) if self.tokenizer else None  # ids → str
         self.metrics: dict[str, float] = {}  # of the last `sample`; parts write them
-        self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
+        self.engine_count = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False
-        self.places = None  # {name of a weight: the engine's tensor}; {}: its loader alone knows
+        # {name of a weight: the engine's tensor}. None: not searched yet. {}: not found, so that
+        # vLLM's loader copies each time.
+        self.places = None
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's progress bar
@@ -115,7 +120,8 @@ class Engine:
             max_model_len=max_len,
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
-            enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
+            enable_prefix_caching=True, disable_log_stats=True,
+            generation_config="vllm",  # not the model's own temperature, top_p, …
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
             # None: --gpu_memory_utilization decides
@@ -150,7 +156,7 @@ class Engine:
     def make_room(self) -> None:
         """Moves the trainer's tensors that --offload names to the host, and frees what torch caches
         of the GPU, so that the engine can use it."""
-        for model in self.trained:
+        for model in self.movable:
             model.move(torch.device("cpu"))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
@@ -161,7 +167,7 @@ class Engine:
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
-        for model in self.trained:
+        for model in self.movable:
             model.move(self.world.device)
 
     def load(self, policy: Policy) -> None:
@@ -190,9 +196,9 @@ class Engine:
     def take(self, weights: Iterator) -> None:
         """Copies new weights, an iterator of (name, tensor), into the engine's tensors.
 
-        vLLM's loader does this. On a CPU, from the second time on, they are copied straight to the
-        places that the loader chose, if `find_places` found all of these. All ranks must call it (a
-        collective).
+        vLLM's loader does this. On a CPU the first call then finds where the loader put each
+        weight, and later calls copy straight to these places, if all were found. All ranks must
+        call it (a collective).
         """
         if self.places:
             for name, tensor in weights:
@@ -202,15 +208,16 @@ class Engine:
         digests: dict[str, tuple] = {}
         if not self.on_gpu:
             weights = digested(weights, digests)
-        # All in one call: vLLM fuses layers, and a part of a fused layer would leave wrong ones.
+        # All weights in one call: vLLM fuses layers (q, k and v), and a call with some weights of a
+        # fused layer would leave the others wrong.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         deque(weights, maxlen=0)  # `weights` is a collective: every rank must use it up
         if self.places is None and not self.on_gpu:
-            self.places, = self.llm.apply_model(partial(find_places, digests=digests))
+            [self.places] = self.llm.apply_model(partial(find_places, digests=digests))
 
     def finish_loading(self, model) -> None:
-        """Runs what vLLM computes from new weights, such as a packed copy of the head. model is
-        vLLM's."""
+        """Computes again what vLLM derives from the weights, such as a packed copy of the head.
+        model: vLLM's."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
         process_weights_after_loading(model, self.llm.model_config, self.world.device)
 
@@ -233,11 +240,11 @@ class Engine:
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """Returns one completion of each request, in order, the same list on every rank. Each
         engine generates its share of them. All ranks must call it (a collective)."""
-        engine, place = divmod(self.world.rank, self.args.tp)
-        mine = requests[share(len(requests), self.engines, engine)]
-        mine = self.generate(mine, temperature)
+        engine, tp_rank = divmod(self.world.rank, self.args.tp)
+        mine = requests[share(len(requests), self.engine_count, engine)]
+        completions = self.generate(mine, temperature)
         # The ranks of one engine made the same completions: each keeps its share of them.
-        return self.world.gather(mine[share(len(mine), self.args.tp, place)])
+        return self.world.gather(completions[share(len(mine), self.args.tp, tp_rank)])
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
         """Generates a completion of each request on this engine. Their log-probs are in nats, of
@@ -253,7 +260,8 @@ class Engine:
         return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
 
     def sampling(self, request: Request, temperature: float) -> dict:
-        """Returns the arguments of vLLM's SamplingParams for a request."""
+        """Returns the arguments of vLLM's SamplingParams for a request: the log-prob of the sampled
+        token alone (0), and all end tokens by name."""
         stop = list(self.args.stop)
         return dict(
             temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,
@@ -266,8 +274,8 @@ class Engine:
         return [{"prompt_token_ids": request.prompt_ids} for request in requests]
 
     def completion(self, output) -> Completion:
-        """Makes a Completion of vLLM's CompletionOutput. RuntimeError: its log-probs are missing or
-        not finite."""
+        """Makes a Completion from vLLM's CompletionOutput. RuntimeError: its log-probs are missing
+        or not finite."""
         ids = np.asarray(output.token_ids, dtype=np.int32)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
@@ -292,7 +300,7 @@ def digest(tensor: torch.Tensor) -> tuple:
 
 
 def digested(weights: Iterator, digests: dict[str, tuple]) -> Iterator:
-    """Yields the same weights, and writes the digest of each into `digests` as it passes."""
+    """Yields the same weights. The digest of each is written into `digests` when it is read."""
     for name, tensor in weights:
         digests[name] = digest(tensor)
         yield name, tensor
@@ -306,15 +314,19 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
     found bit for bit, because vLLM cut it over ranks, transposed, scaled or packed it.
     """
     packed, places = getattr(model, "packed_modules_mapping", {}), {}
-    for whole, parameter in model.named_parameters(remove_duplicate=False):
-        path, _, kind = whole.rpartition(".")
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        # For example model.layers.0.self_attn + qkv_proj + weight: its rows are those of q_proj,
+        # k_proj and v_proj, one after another.
+        path, _, kind = full_name.rpartition(".")
         path, _, layer = path.rpartition(".")
         start = 0
         for part in packed.get(layer, [layer]):
             name = ".".join(filter(None, (path, part, kind)))
-            shape = digests.get(name, ((0,), b""))[0]
+            if name not in digests:
+                return {}
+            shape, _ = digests[name]
             place = parameter.data[start:start + shape[0]] if shape else parameter.data
-            if name not in digests or digest(place) != digests[name]:
+            if digest(place) != digests[name]:
                 return {}
             places[name], start = place, start + place.shape[0]
     return places if places.keys() == digests.keys() else {}
@@ -325,7 +337,7 @@ def engine_limits(args, card) -> tuple[int, int]:
     defaults are those of vLLM's get_batch_defaults for a GPU of `card` bytes; card is None on a
     CPU."""
     tokens, seqs = 8192, 256
-    if card and card >= 70 * 2**30:  # for an A100 vLLM's default is less
+    if card and card >= 70 * 2**30:  # vLLM's default for an A100 is less: this bound is high there
         tokens, seqs = 16384, 1024
     return tokens, args.max_num_seqs or seqs
 
@@ -337,18 +349,18 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
         # vLLM would pin all ranks of this machine to the same cores. A compiler would take 10 s of
-        # the first call (FSDP's import has read TORCH_COMPILE_DISABLE already).
+        # the first call; TORCH_COMPILE_DISABLE would be too late, since FSDP's import has read it.
         env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     for name, value in env.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning,
                             message="`torch.distributed.reduce_op` is deprecated")
-    for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has none
+    for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # no triton on a CPU
         logging.getLogger(name).setLevel(logging.ERROR)
     if not gpu:
         # vLLM would pack each linear layer anew at each sync, and drop the weights into which
-        # `take` copies. torch's kernel takes them as they are: of 106 million parameters it was as
-        # fast for 64 completions at once, and took 1.16 times as long for 8 (bench/RESULTS.md).
+        # `take` copies. torch's kernel takes them as they are: with 106 million parameters it was
+        # as fast for 64 completions at once, and took 1.16 times as long for 8 (bench/RESULTS.md).
         from vllm.model_executor.layers.linear import LinearBase
         LinearBase._cpu_skip_gemm_dispatch = True
     if not gpu and args.tp > 1:

@@ -2,8 +2,9 @@
 
 `set_up` is read first: its five numbered parts join the ranks, check flags and files, find the
 checkpoint, open the run's folder, and load models and engine. It returns a Run, which a loop such
-as `train` in grpo.py uses between its steps. What can fail because of the settings fails before
-weights load, on all ranks together.
+as `train` in grpo.py uses between its steps. Mistakes in flags and files end the run before
+weights load, on all ranks together. What needs the weights fails later: values that are not finite,
+a checkpoint that cannot be read, policies that differ (same_policy.py).
 """
 import os
 import shlex
@@ -34,18 +35,21 @@ from settings import save_every, values_of
 
 def set_up(args, kind=None) -> "Run":
     """Sets up all that a loop needs → the Run. kind: its class. All ranks must call it."""
-    # 1. Join the other ranks. The time of this names the folder and dates the prompts.
+    # 1. Join the other ranks. Without --name, the time of this names the folder. `began` is the
+    # time of the run's first start, as rank 0 sees it: chat templates may write this date.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
     began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
     # 2. Check flags and files. Each machine has its own files, so compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
-    world.together(mistakes.stop)
+    world.together(mistakes.stop)  # a mistake of one rank ends all of them
     flags, facts = values_of(args), checkpoint.facts(args, inputs, world)
+    # The list of row digests is too long for a message: one digest of it takes its place.
     same = {f"--{name}": value for name, value in flags.items()} | facts | {
         "row_digests": None,
         "the digest of --data's rows": checkpoint.digest(facts["row_digests"]),
-        "that of --eval_data's": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
+        "the digest of --eval_data's rows":
+            checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
     Mistakes(world.differences(same)).stop()
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
@@ -75,9 +79,10 @@ def set_up(args, kind=None) -> "Run":
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
-    """Opens the run's folder, which from here on only this run writes. start: steps that are done.
-    kept: what args.json gets. SettingsError: checkpoints are wanted, and some machine does not see
-    the folder. All ranks must call it (a collective)."""
+    """Opens the run's folder, which from here on only this run writes (Log.open), and writes
+    args.json and plan.txt, but not for --eval_only of a run that is there. start: steps that are
+    done. kept: what args.json gets. SettingsError: another run writes the folder; or checkpoints
+    are wanted, and some machine does not see it. All ranks must call it (a collective)."""
     world, every, folder = run_log.world, save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
@@ -103,11 +108,11 @@ def again(world: dist.World, name: str) -> str:
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
     """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
-    `saved` they continue from it. At the end the policies are compared (same_policy.py). All ranks
-    must call it (a collective)."""
+    `saved` they continue from it. At the end same_policy.py compares the log-probs of engine,
+    trainer and transformers. All ranks must call it (a collective)."""
     pool = extended("pool", rewards.Pool, args, inputs.waits)
     scorer = pool(list(args.reward), args)  # its processes start now
-    scorer.progress["max_steps"] = args.steps
+    scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state
     policy, reference, critic = build_models(args, world, inputs)
     run = (kind or Run)(
         args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer, policy,
@@ -116,7 +121,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     if args.needs_engine:
         run.engine = extended("engine", Engine, run)(run)
         run.engine.sleep()  # the trainer has the GPU
-    world.together(scorer.wait)
+    world.together(scorer.wait)  # until a worker has loaded the rewards
     ask("begin", run)
     if not args.eval_args.eval_only:
         run.stop = dist.Stop(world)  # until here SIGTERM ends the process
@@ -127,15 +132,15 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 
 def build_models(args, world: dist.World, inputs: Inputs):
-    """Builds (policy, reference, critic). One is None if the run needs none. All ranks must call it
-    (a collective)."""
+    """Builds (policy, reference, critic). reference and critic are None if the run needs none. All
+    ranks must call it (a collective)."""
     def made(folder: str, trained: bool, kind: str = "policy", module: str = "logprob_model"):
-        """Builds one model from a folder, in the classes that parts extended."""
+        """Builds one model from a folder. kind, module: the classes, as fields of model.Kinds."""
         kinds = model.kinds(args, config_of(folder), trained)
-        weights = model.build(getattr(kinds, module), folder, world, args, trained)
-        return getattr(kinds, kind)(weights, world, args)
+        built = model.build(getattr(kinds, module), folder, world, args, trained)
+        return getattr(kinds, kind)(built, world, args)
 
-    def reference():
+    def load_reference():
         """Builds the reference model from its files."""
         return made(inputs.reference or inputs.source, False)
 
@@ -144,7 +149,9 @@ def build_models(args, world: dist.World, inputs: Inputs):
         critic = made(inputs.source, True, "critic", "value_model")
     if not args.needs_reference:
         return policy, None, critic
-    return policy, reference() if inputs.reference else policy.reference(reference), critic
+    if inputs.reference:  # other files than the policy's
+        return policy, load_reference(), critic
+    return policy, policy.reference(load_reference), critic
 
 
 @dataclass
@@ -158,7 +165,7 @@ class Run:
     stream: Stream
     scorer: rewards.Pool
     policy: model.Policy
-    reference: object  # a Policy, or what computes log-probs as one does
+    reference: object | None  # a Policy, or what has its `logprobs`; None: no KL term
     critic: model.Critic | None  # ppo.py alone has one
     engine: Engine | None = None  # None: nothing is sampled
     stop: dist.Stop | None = None  # the handler of SIGTERM; --eval_only has none
@@ -166,7 +173,7 @@ class Run:
     kl_coef: float = 0.0  # β of the KL in the reward; ppo.py may adapt it
 
     def __post_init__(self):
-        # What a checkpoint has beside weights: {name: an object with state_dict, load_state_dict}.
+        # Objects whose state_dict() goes into state.json: {name: object}. Parts add theirs.
         self.stateful = {"stream": self.stream}
 
     @property
@@ -248,8 +255,9 @@ class Run:
         return dist.SAVED
 
     def finish(self) -> int:
-        """Makes the last evaluation, exports the model and grades the run; then comes what only
-        decorates it → the exit status: 1 if a grade was missed, else 0. All ranks must call it (a
+        """Makes the last evaluation. After training it then exports the model, calls the parts'
+        end(run), grades the run, and writes done.json and curve.png → the exit status: 1 if a grade
+        was missed, 75 if SIGTERM came before the export, else 0. All ranks must call it (a
         collective)."""
         missed, flags = False, self.args.run_args
         if self.inputs.eval_rows:
@@ -275,7 +283,8 @@ class Run:
         export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
 
     def close(self):
-        """Ends the reward workers and the engine. All ranks must call it (a collective)."""
+        """Ends Weights & Biases, the reward workers and the engine, with the process group. All
+        ranks must call it (a collective)."""
         self.log.close()
         self.scorer.close()
         if self.engine:

@@ -119,9 +119,9 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
 
 def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-probs (M,) of all sampled tokens by transformers' own forward of each row
-    alone, and in bfloat16 how far each moves, (M,), if every number of the embeddings moves by a
-    rounding: two right programs may differ by as much. In other dtypes this is zeros. All ranks
-    must call it (a collective)."""
+    alone, and in bfloat16 the change of each, with its sign, (M,), when every number of the
+    embeddings moves at random by about a rounding: two right programs may differ by as much. In
+    other dtypes this is zeros. All ranks must call it (a collective)."""
     heat, device = run.args.temperature, run.world.device
     plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
     if run.dtype != torch.bfloat16:
@@ -133,8 +133,8 @@ def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Ten
 
 
 def off_by_a_rounding(embedding, inputs, x):
-    """A forward hook of the embedding: it moves each number at random by at most half of bfloat16's
-    last place."""
+    """A forward hook of the embedding: it moves each number at random by less than one unit of
+    bfloat16's last place."""
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) - 0.5
     return (x.float() * (1 + 2**-7 * noise)).to(x.dtype)
 

@@ -74,8 +74,9 @@ def ranges(group) -> dict[str, Range]:
 
 
 def outside(group) -> dict[str, str]:
-    """Returns {flag: sentence} for the flags of a dataclass whose value is empty or not in its
-    range. Of a tuple each element is checked. None is allowed for every flag.
+    """Returns {flag: sentence} for the flags of a dataclass whose value is not in its range, or is
+    "" (only --system may be ""). Of a tuple each element is checked, and an empty tuple is allowed.
+    None is allowed for every flag.
     """
     found = {}
     for name, allowed in ranges(group).items():

@@ -174,7 +174,8 @@ def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[R
 
 def as_lists(items: list[Item]) -> dict:
     """Returns {name: argument} for a function of TRL's form: a list over the items for each of
-    their fields and for each column of their rows.
+    their fields and for each column of the first row (None where another row lacks it), and what
+    TRL's trainer passes beside them. A column replaces a field of its name.
     """
     row = items[0].row
     given = {name: [getattr(item, name) for item in items] for name in Item._fields}

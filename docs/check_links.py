@@ -1,15 +1,17 @@
-"""Links to lines of code. The text of a link is code of that line: [`code`](../file.py#L12). And
-claims about other projects: each has a link to a thread, or to a file at a commit.
+"""Links to code: [`learn`](../grpo.py) names a function, a class, a method (`Batch.minibatches`)
+or a constant of that file; no link has the number of a line. And claims about other projects: each
+has a link to a thread, or to a file at a commit.
 
-    python docs/check_links.py          # which links point to another line
-    python docs/check_links.py --fix    # write the right numbers
+    python docs/check_links.py          # the names that are not there, the claims without a link
 """
+import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)")
+LINK = re.compile(r"\[`([\w.]+)(?:\(\))?`\]\(([\w./]+\.py)\)")
 
 PROJECTS = re.compile(
     r"\b(TRL|verl|OpenRLHF|open-instruct|open-r1|SkyRL|slime|EasyR1|Logic-RL|TinyZero|tiny-grpo"
@@ -22,30 +24,35 @@ FILE = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/([\w.-]+)/")
 SHORT = re.compile(r"\b[A-Za-z][\w-]*#\d+\b")  # verl#1028: nothing to click
 
 
-def lines_with(code: str, file: Path) -> list[int]:
-    return [n for n, line in enumerate(file.read_text().splitlines(), 1) if code in line]
+@cache
+def names_in(file: Path) -> set[str]:
+    """The functions, classes and constants of a file; those inside a class or a function as
+    `Outer.inner`."""
+    found = set()
+
+    def add(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + child.name)
+                add(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.Assign | ast.AnnAssign) and not isinstance(
+                    node, ast.FunctionDef):
+                names = child.targets if isinstance(child, ast.Assign) else [child.target]
+                found.update(f"{prefix}{name.id}" for name in names if isinstance(name, ast.Name))
+
+    add(ast.parse(file.read_text()), "")
+    return found
 
 
-def check(page: Path, fix: bool = False) -> list[str]:
-    """A sentence for each link of a page that is wrong and cannot be, or was not, put right."""
-    wrong = []
-
-    def one(match) -> str:
-        code, name, number = match.groups()
-        found = lines_with(code, page.parent / name)
-        if len(found) == 1 and fix:
-            return match[0].replace(f"#L{number})", f"#L{found[0]})")
-        if found != [int(number)]:
-            wrong.append(f"{page.name}: `{code}` is in lines {found} of {name}, not in {number}")
-        return match[0]
-
+def check(page: Path) -> list[str]:
+    """A sentence for each link of a page to code that is not there."""
     text = page.read_text()
-    new = LINK.sub(one, text)
-    if new != text:
-        page.write_text(new)
+    wrong = [f"{page.name}: {name} has no `{code}`" for code, name in LINK.findall(text)
+             if not code.endswith(".py") and (page.parent / name).exists()
+             and code not in names_in(page.parent / name)]
     own = re.sub(r"https://\S+", "", text)
-    assert own.count(".py#L") == len(LINK.findall(text)), f"a link of {page.name} has no code"
-    return wrong
+    return wrong + [f"{page.name}: {link} has the number of a line; name the function"
+                    for link in re.findall(r"[\w./]+\.py#L\d+", own)]
 
 
 def unlinked(page: Path) -> list[str]:
@@ -70,12 +77,13 @@ def unlinked(page: Path) -> list[str]:
 
 
 def pages() -> list[Path]:
-    return sorted(path for pattern in ("*.md", "docs/*/*.md", "exercises/*.md", "parts/*/*.md")
+    return sorted(path for pattern in ("*.md", "docs/*/*.md", "exercises/*.md", "parts/*/*.md",
+                                      "variants/*.md", "findings/*.md")
                   for path in ROOT.glob(pattern))
 
 
 if __name__ == "__main__":
-    found = [sentence for page in pages() for sentence in check(page, "--fix" in sys.argv)]
+    found = [sentence for page in pages() for sentence in check(page)]
     found += [sentence for page in pages() for sentence in unlinked(page)]
-    print("\n".join(found) or "every link to a line is right, every claim has a link")
+    print("\n".join(found) or "every name is in its file, every claim has a link")
     sys.exit(bool(found))

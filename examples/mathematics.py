@@ -1,4 +1,19 @@
-"""The reward `math`: LaTeX that math-verify finds equal.
+r"""The reward `math`: LaTeX that math-verify finds equal.
+
+The row's answer and the completion's may change places. What math-verify's parser drops counts:
+
+    a base                  110_2 is 110_{2}, and neither 110_3 nor 110: who is asked for a base
+                            must write it
+    the order               (1,2) is a pair or an open interval: not (2,1), [1,2] or \{1,2\}. A
+                            list without brackets is a set, in any order, where what stands twice
+                            counts once
+    inequalities            1<x<3 is (1,3) and x \in (1,3)
+    a percent               a hundredth: 50\% is 0.5, not 50
+    units                   5 m is not 5 cm; 5\text{ cm} is 5 centimeters. Where one of the two
+                            answers has no unit, it is not compared. A letter alone, as in 5t, is a
+                            variable and counts
+    a name                  x = 5 is 5
+    an equation of numbers  its last number: 1 + 2 = 3 is 3
 
 math-verify reads LaTeX by sympy, which would evaluate what a model wrote: `guard_math` stops that.
 """

@@ -1,7 +1,8 @@
 """Numbers as people and models write them, and the reward `exact`.
 
-`plain` rewrites the many forms of a number: full-width digits, other minus signs, thousands set
-apart, powers of ten, fractions, roots. `number_of` reads a text that is one number and no more.
+`plain` rewrites the many forms of a number: full-width digits; −5 with any minus sign, hyphen or
+dash; thousands set apart, as in 1,234 or 1{,}234 or 1 234; 1e10; 3/4, ½ and \\frac12; roots.
+`number_of` reads a text that is one number and no more: 1,23 or 12:30 or 2x is none.
 """
 import re
 import unicodedata

@@ -10,14 +10,15 @@ import re
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import SettingsError
 from log import finished_steps, is_evaluation, read, read_metrics
 
-KEPT = ("step|reward/(?!std).*|eval/(.*/)?pass@1.*|eval/rows|policy/entropy|grad/norm|time/step|"
-        "memory/peak_gb|rollout/(length_mean|logprob_gap_max)")
+KEPT = "step|reward/(?!std).*|eval/(.*/)?pass@1|eval/rows|policy/entropy|rollout/length_mean"
+LARGEST = "grad/norm", "rollout/logprob_gap_max", "memory/peak_gb"
 
 
 def machine() -> str:
@@ -37,6 +38,14 @@ def columns(rows: list[dict]) -> dict[str, list]:
     return {name: [short(row.get(name)) for row in rows] for name in names}
 
 
+def ends_of(rows: list[dict]) -> dict:
+    """Of metrics whose curve nobody reads, one number a run."""
+    times = [row["time/step"] for row in rows if row.get("time/step") is not None]
+    largest = {name: [row[name] for row in rows if row.get(name) is not None] for name in LARGEST}
+    return {"median": {"time/step": round(median(times), 4) if times else None},
+            "largest": {name: short(max(found)) for name, found in largest.items() if found}}
+
+
 def job_of(folders: list[Path], command: str, note: str) -> dict:
     seeds, first = {}, None
     for folder in folders:
@@ -49,7 +58,7 @@ def job_of(folders: list[Path], command: str, note: str) -> dict:
                                 f"{folders[0]} with another --seed.")
         began, ended = ((folder / file).stat().st_mtime for file in ("plan.txt", "done.json"))
         seeds[str(seed)] = {
-            "commit": versions.pop("commit"), "seconds": round(ended - began),
+            "commit": versions.pop("commit"), "seconds": round(ended - began), **ends_of(rows),
             "steps": columns([row for row in rows if not is_evaluation(row)]),
             "evaluations": columns([row for row in rows if is_evaluation(row)])}
     return {"command": command, "note": note, "machine": machine(),

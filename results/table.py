@@ -1,4 +1,7 @@
-"""table.py: the tables of results/README.md, from the files beside it: python results/table.py"""
+"""table.py: the tables of results/README.md, from the files beside it.
+
+    python results/table.py      writes those of the page, and prints them with every control
+"""
 import re
 import sys
 from pathlib import Path
@@ -16,10 +19,13 @@ HEAD = ("| result | command | reward, first 3 steps | last 10 | held-out before 
         "| passed its grade | seconds | of a step | GiB |\n" + "|---" * 10 + "|\n")
 
 
-def jobs() -> dict[str, dict]:
-    """The files that collect.py made, by name."""
+def jobs(controls: bool = False) -> dict[str, dict]:
+    """What collect.py made, by name: a file a job, and in slow.json the controls at a tenth of the
+    rate, of which it has the first 3 steps and the last 10. controls: those too."""
     found = {path.stem: read(path) for path in HERE.glob("*.json")}
-    return {name: found[name] for name in sorted(found) if "seeds" in found[name]}
+    found |= found.pop("slow")
+    return {name: found[name] for name in sorted(found) if "seeds" in found[name] and (
+        controls or not re.search("-(coin|sharpen)(-slow)?$", name))}
 
 
 def task_reward(job: dict) -> str:
@@ -40,29 +46,34 @@ def passed(job: dict, ends: list[dict]) -> str:
     return f"{sum(reached)} of {len(ends)}"
 
 
-def table() -> str:
+def table(controls: bool = False) -> str:
     """A row a job: the mean over its seeds, the lowest and the highest."""
     lines = []
-    for name, job in jobs().items():
-        runs = plot.runs_of_job(HERE / f"{name}.json")
+    for name, job in jobs(controls).items():
+        runs = plot.seeds_of(job, HERE / name)
         ends = [plot.ends(run, task_reward(job)) for run in runs]
         cells = [plot.cell([one[key] for one in ends]) for key in (
             "reward, first 3 steps", "last 10", "pass@1 before", "after")]
-        steps = [np.median([*run.metrics["time/step"].values()]) for run in runs]
-        most = max(max(run.metrics["memory/peak_gb"].values()) for run in runs)
+        steps = [seed["median"]["time/step"] for seed in job["seeds"].values()]
+        most = max(seed["largest"]["memory/peak_gb"] for seed in job["seeds"].values())
         note = f" ({job['note']})" if job["note"] else ""
-        cells = [f"[{name}]({name}.json)", f"`{job['command']}`{note}", *cells, passed(job, ends),
+        cells = [link(name), f"`{job['command']}`{note}", *cells, passed(job, ends),
                  plot.cell([seed["seconds"] for seed in job["seeds"].values()], 0),
                  plot.cell(steps, 2), f"{most:.2f}"]
         lines.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(lines)
 
 
-def by_kind() -> str:
+def link(name: str) -> str:
+    """To the job's file."""
+    return f"[{name}]({'slow' if name.endswith('-slow') else name}.json)"
+
+
+def by_kind(controls: bool = False) -> str:
     """Held-out accuracy of each data source, before → after, of the jobs with several sources."""
     lines = []
-    for name in jobs():
-        runs = plot.runs_of_job(HERE / f"{name}.json")
+    for name, job in jobs(controls).items():
+        runs = plot.seeds_of(job, HERE / name)
         kinds = [key for key in runs[0].metrics if re.fullmatch("eval/.*/pass@1", key)]
         if len(kinds) < 2:
             continue
@@ -72,7 +83,7 @@ def by_kind() -> str:
         curves = [[[*run.metrics[kind].values()] for run in runs] for kind in kinds]
         cells = [f"{np.mean([c[0] for c in kind]):.2f} → {np.mean([c[-1] for c in kind]):.2f}"
                  for kind in curves]
-        lines.append(f"| [{name}]({name}.json) | {' | '.join(cells)} |\n")
+        lines.append(f"| {link(name)} | {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
@@ -95,7 +106,13 @@ def credit() -> str:
             f"| a random reward |\n{'|---' * 4}|\n| [doors](doors.json) | {' | '.join(cells)} |\n")
 
 
+def tables(controls: bool = False) -> str:
+    """All tables."""
+    return table(controls) + by_kind(controls) + credit()
+
+
 if __name__ == "__main__":
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
-    page.write_text(text + mark + table() + by_kind() + credit())
+    page.write_text(text + mark + tables())
+    print(tables(controls=True), end="")

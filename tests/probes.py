@@ -1,10 +1,9 @@
-"""The gradient of one update, for docs/learn/reward_to_loss.md."""
+"""A policy that keeps the gradient of each update."""
 import torch
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 import batch
 import grpo
-import learning
 import model
 from fakes import World
 from tools import float64
@@ -34,10 +33,3 @@ class Spy(model.Policy):
     def step(self, lr):
         self.gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters()]))
         return super().step(lr)
-
-
-def gradient(samples="mixed", **flags) -> torch.Tensor:
-    """Of one grpo.learn of 7 prompts x 4 completions, over all parameters."""
-    args, policy, reference = learning.arguments(**flags), Spy(), Spy(0.05)
-    grpo.learn(args, World(), policy, learning.fabricate(samples, 7), lr=1e-3, reference=reference)
-    return policy.gradients[0]

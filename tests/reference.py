@@ -280,7 +280,7 @@ def weighted_means(terms: list[tuple[float, bool, dict]]) -> dict[str, float]:
 
 
 def policy_metrics(args, step: Step, terms: list, norms: list[float]) -> dict[str, float]:
-    """What both scripts have: docs/reference/metrics_and_files.md."""
+    """What both scripts have: metrics.py."""
     n, trained = len(step.fates), step.trained()
     metrics = weighted_means(terms) | {
         "grad/norm": mean(norms), "batch/prompts": n // args.group, "batch/trained": len(trained),

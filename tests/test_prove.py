@@ -57,8 +57,9 @@ def pass_at_2(rewards, group, *, scored, **others):
     A = torch.where(right, 1 - rate, torch.where(wrong, alone - rate, 0.0))
     return torch.where((failed > 0) & (n > failed), A, 0.0).double()
 '''
-RECIPES = re.findall(r"^\| .*\| `((?:ppo\.py )?--[^`]+)` \|$",
-                     (ROOT / "docs/use/recipes.md").read_text(), re.M)
+PAGE = "".join(path.read_text() for path in (
+    ROOT / "docs/use/recipes.md", ROOT / "variants/README.md") if path.exists())
+RECIPES = re.findall(r"^\| .*\| `((?:ppo\.py )?--[^`]+)` \|$", PAGE, re.M)
 
 
 def proved(promises: str, words: str) -> tuple[list[str], str]:

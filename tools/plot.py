@@ -51,6 +51,11 @@ def runs_of_job(file: Path) -> list[Run]:
     if not isinstance(job, dict) or "seeds" not in job:
         raise SettingsError(f"{file} is no job's file: it has no seeds. Would work: a run's folder "
                             f"or a file that results/collect.py made.")
+    return seeds_of(job, file.with_suffix(""))
+
+
+def seeds_of(job: dict, path: Path) -> list[Run]:
+    """The runs of a job, one a seed."""
     found = []
     for seed, one in job["seeds"].items():
         metrics = {}
@@ -58,7 +63,7 @@ def runs_of_job(file: Path) -> list[Run]:
             for name, values in columns.items():
                 rows = zip(columns["step"], values, strict=True)
                 metrics.setdefault(name, {}).update({k: v for k, v in rows if v is not None})
-        found.append(Run(file.with_suffix("") / f"seed_{seed}", {"seed": int(seed)}, metrics))
+        found.append(Run(path / f"seed_{seed}", {"seed": int(seed)}, metrics))
     return found
 
 
@@ -154,6 +159,7 @@ def draw(groups: list[list[Run]], path, rewards: tuple[str, ...] = ("reward/mean
         names = ", ".join(str(run.path) for run in runs)
         raise SettingsError(f"{names}: no metric has a number in all of them; "
                             f"a run without a step has no curve.")
+    title = titles(groups)[0] if len(groups) == 1 else f"{len(runs)} runs"
     if len(groups) == 1:
         labels = [f"seed {run.args['seed']}" for run in runs]
         groups = [[run] for run in runs]
@@ -175,7 +181,7 @@ def draw(groups: list[list[Run]], path, rewards: tuple[str, ...] = ("reward/mean
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=min(5, len(labels)))
     figure.suptitle(f"{runs[0].args.get('script', '')} {runs[0].path}" if len(runs) == 1
-                    else f"{len(runs)} runs")
+                    else title)
     figure.savefig(path)
 
 

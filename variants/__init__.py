@@ -3,10 +3,9 @@
 Loss: f(logp, old, A, row, *, n_rows, engine_logprobs, draws, clip_low, clip_high, dual_clip) →
 token_loss, metrics; all are (n,), but for the number of rows and the bounds. draws() gives each
 token a random number, the same in any order. Advantage: f(rewards (N,), group, *, scored (N,) bool,
-eps, parts {name: (weight, (N,))}, trained (N,) bool, row (M,), lengths (N,), turn (M,),
-turn_rewards (M,), old_logprobs (M,), engine_logprobs (M,)) → (N,) float64, 0 where not scored; a
-part is NaN where it does not apply. turn: the number of a token's turn in its completion.
-turn_rewards: at the last token of a turn what it was paid, as it counts in `rewards`, else 0.
+eps, parts {name: (weight, (N,))}, trained (N,) bool, row (M,), lengths (N,), old_logprobs (M,),
+engine_logprobs (M,), batch) → (N,) float64, 0 where not scored. parts: the rewards of --reward, NaN
+where one does not apply. batch: the batch.Batch of the step.
 PER = "token" in a file says that its function returns (M,), and LEAST = 2 that it compares the
 completions of a prompt: a group with fewer scored ones is not trained on. Without it LEAST is 1:
 then the function decides what a lone scored completion gets. **others must stand for

@@ -18,14 +18,23 @@ sys.path.insert(0, str(ROOT))
 WIDTH = 760
 INK, GREY, PALE, LINE = "#1f2328", "#59636e", "#eaeef2", "#afb8c1"
 BLUE, GREEN, ORANGE, RED = "#b6d7ff", "#aceebb", "#ffd8b5", "#ffcecb"
+USUAL = {"font-family": "sans-serif", "font-size": "13", "fill": INK, "text-anchor": "start",
+         "font-weight": "normal"}  # of a picture's words; others say how they differ
 DARK = ["#0969da", "#1a7f37", "#bc4c00", "#8250df", "#cf222e"]
 
 
 def text(x, y, words, size=13, color=INK, anchor="start", weight="normal", mono=False) -> str:
-    family = "monospace" if mono else "sans-serif"
     words = str(words).replace("&", "&amp;").replace("<", "&lt;")
-    return (f'<text x="{x:g}" y="{y:g}" font-family="{family}" font-size="{size}" fill="{color}" '
-            f'text-anchor="{anchor}" font-weight="{weight}">{words}</text>')
+    given = {"font-family": "monospace" if mono else "sans-serif", "font-size": f"{size}",
+             "fill": color, "text-anchor": anchor, "font-weight": weight}
+    differ = "".join(f' {name}="{value}"' for name, value in given.items() if value != USUAL[name])
+    return f'<text x="{x:g}" y="{y:g}"{differ}>{words}</text>'
+
+
+def upwards(x, y, words) -> str:
+    """The name of an axis of values, its middle at this place."""
+    return (f'<g transform="translate({x:g} {y:g}) rotate(-90)">'
+            f'{text(0, 0, words, 11, GREY, "middle")}</g>')
 
 
 def box(x, y, w, h, fill, words="", size=13, line=LINE, mono=True, color=INK) -> str:
@@ -44,10 +53,11 @@ def rule(x1, y1, x2, y2, color=LINE, dash="") -> str:
     return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}"{dash}/>')
 
 
-def curve(points, color, dash="none") -> str:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return (f'<polyline fill="none" stroke="{color}" stroke-width="1.3" '
-            f'stroke-dasharray="{dash}" points="{points}"/>')
+def curve(points, color, dash="") -> str:
+    points = " ".join(f"{round(x, 1):g},{round(y, 1):g}" for x, y in points)
+    dash = f' stroke-dasharray="{dash}"' if dash else ""
+    return (f'<polyline fill="none" stroke="{color}" stroke-width="1.3"{dash} '
+            f'points="{points}"/>')
 
 
 def page(height: float, *parts: str) -> str:
@@ -55,7 +65,8 @@ def page(height: float, *parts: str) -> str:
             f'markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="{GREY}"/></marker>')
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
-        f'width="{WIDTH}" height="{height:g}">', f"<defs>{head}</defs>",
+        f'width="{WIDTH}" height="{height:g}" font-family="sans-serif" font-size="13" '
+        f'fill="{INK}">', f"<defs>{head}</defs>",
         f'<rect width="{WIDTH}" height="{height:g}" fill="white"/>', *parts, "</svg>", ""])
 
 
@@ -65,7 +76,9 @@ def shift() -> str:
     numbers = re.search(r"^logp \(14,\)\n.*\n +1: +(.*)", found, re.M)[1].split()
     ids = [1, 3, 2, 4, 4, 0]
     names = ["&lt;user&gt;", "a", "&lt;assistant&gt;", "b", "b", "&lt;end&gt;"]
-    x, w, out = 150, 96, []
+    x, w = 150, 96
+    title = "One completion in the model: the output at a token predicts the next token"
+    out = [text(20, 20, title, 14, weight="bold"), '<g transform="translate(0 24)">']
 
     def at(i):
         return x + i * w
@@ -89,10 +102,10 @@ def shift() -> str:
     for i in range(3, 6):
         out += [box(at(i), 236, w - 6, 30, GREEN, ids[i]),
                 box(at(i), 268, w - 6, 30, "white", numbers[i - 3])]
-    out += [text(at(0), 256, "the output at a token predicts", 12, GREY),
-            text(at(0), 273, "the next one. A vector of tokens", 12, GREY),
-            text(at(0), 290, "begins with the first target.", 12, GREY)]
-    return page(314, *out)
+    out += [text(at(0), 256, "The log-probs of the sampled", 12, GREY),
+            text(at(0), 273, "tokens, in nats: one number", 12, GREY),
+            text(at(0), 290, "for each target.", 12, GREY), "</g>"]
+    return page(338, *out)
 
 
 def denominator() -> str:
@@ -141,9 +154,10 @@ def packed() -> str:
     out += [box(x + k * cell, 188, cell - 2, cell, colors[c], c) for k, (c, _) in enumerate(cells)]
     out += [text(x + k * cell + 14, 258, p, 13, GREY, "middle", mono=True)
             for k, (_, p) in enumerate(cells)]
-    out += [text(20, 288, "The prompt is there once. The last token of a", 12, GREY),
-            text(20, 305, "completion predicts nothing: both leave it out.", 12, GREY),
-            text(20, 322, "Positions of a completion go on after its prompt.", 12, GREY)]
+    out += [text(20, 284, "p: the prompt; a, b, c: its three completions.", 12),
+            text(20, 303, "The prompt is there once. The last token of a", 12, GREY),
+            text(20, 320, "completion predicts nothing: both leave it out.", 12, GREY),
+            text(20, 337, "Positions of a completion go on after its prompt.", 12, GREY)]
     x, y, c = 440, 56, 29
     out += [text(x - 20, 24, "attention: a row sees the filled columns", 14, weight="bold")]
     for i, (who, _) in enumerate(cells):
@@ -152,7 +166,7 @@ def packed() -> str:
         for j, (whom, _) in enumerate(cells):
             sees = j <= i and whom in ("p", who)
             out.append(box(x + j * c, y + i * c, c - 2, c - 2, colors[whom] if sees else "white"))
-    return page(340, *out)
+    return page(348, *out)
 
 
 def memory_table() -> str:
@@ -169,10 +183,9 @@ def memory_table() -> str:
     color = {"set aside": LINE, "weights": "#0969da", "gradients": "#cf222e",
              "moments": "#54aeff", "micro-batch": "#2da44e", "logits": "#a6e3b5",
              "engine": "#fb8f44"}
-    dark = {"set aside", "moments", "logits", "engine"}  # with dark words on them
     bottom, scale = 336, 280 / 80
-    out = [text(20, 24, "Qwen2.5-7B on 4 GPUs of 80 GiB: the plan for one GPU", 14, weight="bold"),
-           text(20, 46, "GiB", 12, GREY)]
+    out = [text(20, 24, "Memory of one GPU in the two halves of a step, by the plan: Qwen2.5-7B on "
+                "4 GPUs of 80 GiB", 14, weight="bold"), text(20, 46, "GiB", 12, GREY)]
     for gib in range(0, 81, 20):
         y = bottom - gib * scale
         out += [rule(62, y, 434, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
@@ -186,13 +199,15 @@ def memory_table() -> str:
             y -= h
             out.append(f'<rect x="{x}" y="{y:.1f}" width="144" height="{h:.1f}" '
                        f'fill="{color[part]}" stroke="white" stroke-width="0.7"/>')
-            if h >= 12:
-                out.append(text(x + 72, y + h / 2 + 4, part, 11,
-                                INK if part in dark else "white", "middle"))
-            else:
-                out.append(text(x + 150, y + h / 2 + 4, part, 11, INK))
         out += [text(x + 72, y - 6, f"{total / GIB:.1f}", 13, INK, "middle"),
                 text(x + 72, bottom + 20, name, 13, INK, "middle")]
+    used = [part for part in found.parts if any(found.parts[part])]
+    for i, part in enumerate(reversed(used)):  # in the order of the columns
+        sizes = [f"{size / GIB:.1f}" for size in found.parts[part]]
+        out += [box(470, 76 + 28 * i, 16, 16, color[part], line="white"),
+                text(494, 89 + 28 * i, part), text(660, 89 + 28 * i, sizes[0], anchor="end"),
+                text(720, 89 + 28 * i, sizes[1], anchor="end")]
+    out += [text(660, 60, "rollout", 12, GREY, "end"), text(720, 60, "training", 12, GREY, "end")]
     return page(372, *out)
 
 
@@ -220,7 +235,7 @@ def turns() -> str:
                             GREY))
     y = 46 + 3 * 46 + 12
     out += [rule(20, y - 8, 740, y - 8), text(20, y + 21, "episode", 13),
-            text(20, y + 57, "mask", 13), text(20, y + 93, "weight", 13)]
+            text(20, y + 57, "sampled", 13), text(20, y + 93, "weight", 13)]
     for i, (name, w, fill, _) in enumerate(parts):
         x, sampled = x0 + ends[i], fill == GREEN
         out.append(box(x, y, w - 3, 32, fill, name, 12, mono=False))
@@ -248,36 +263,39 @@ def scale(x0, y0, w, h, last: int, low=0.0, high=1.0) -> list[str]:
                   for step in (1, last // 2, last)]
 
 
-def sick(name: str, metrics: str) -> str:
+def sick(name: str, metrics: str, title: str) -> str:
     """Metrics of exercises/curves/NAME.json."""
+    units = {"policy/entropy": "nats", "rollout/length_mean": "tokens", "loss/kl": "nats",
+             "rollout/logprob_gap_mean": "nats"}
     found = json.loads((ROOT / f"exercises/curves/{name}.json").read_text())
-    out = []
+    out = [text(20, 20, title, 14, weight="bold")]
     for i, metric in enumerate(metrics.split()):
         both = [found[run][metric] for run in ("healthy", "run")]
         low, high = min(0, *map(min, both)), max(map(max, both))
-        x0, y0, w, h, n = 60 + 245 * i, 30, 190, 120, len(both[0])
-        out.append(text(x0, y0 - 10, metric, 13, weight="bold"))
+        x0, y0, w, h, n = 60 + 245 * i, 62, 190, 120, len(both[0])
+        unit = f", {units[metric]}" if metric in units else ""
+        out += [text(x0, y0 - 10, metric + unit, weight="bold"),
+                text(x0 + w / 2, y0 + h + 30, "step", 11, GREY, "middle")]
         out += scale(x0, y0, w, h, n, low, high)
         for values, color in zip(both, (DARK[1], DARK[4]), strict=True):
             out.append(curve([(x0 + w * step / n, y0 + h * (high - value) / (high - low))
                               for step, value in enumerate(values, 1)], color))
-    for x, color, words in (60, DARK[1], "healthy"), (140, DARK[4], "sick"):
-        out += [rule(x, 188, x + 16, 188, color), text(x + 21, 192, words, 12)]
-    return page(204, *out, text(645, 182, "step", 11, GREY, "middle"))
+    for x, color, words in (60, DARK[1], "without the mistake"), (220, DARK[4], "with it"):
+        out += [rule(x, 232, x + 16, 232, color), text(x + 21, 236, words, 12)]
+    return page(248, *out)
 
 
 def reward_panel(x0, y0, result: str, reward: str, title: str) -> list[str]:
     """The task's reward of each seed of a result, and that of a coin if it was trained on one."""
-    w, h, out = 190, 130, [text(x0, y0 - 10, title, 13, INK, weight="bold")]
+    w, h, out = 190, 130, [text(x0, y0 - 10, title, 12, weight="bold")]
     found = json.loads((ROOT / f"results/{result}.json").read_text())["seeds"]
     runs = [one["steps"] for one in found.values()]
     last = runs[0]["step"][-1]
     out += scale(x0, y0, w, h, last)
     out += [text(x0 + w / 2, y0 + h + 30, "step", 11, GREY, "middle"),
-            f'<g transform="translate({x0 - 32} {y0 + h / 2}) rotate(-90)">'
-            f'{text(0, 0, "mean reward", 11, GREY, "middle")}</g>']
+            upwards(x0 - 32, y0 + h / 2, "mean reward")]
     for color, run in zip(DARK, runs, strict=False):
-        for key, dash in (("reward/coin", "2 3"), (reward, "none")):
+        for key, dash in (("reward/coin", "2 3"), (reward, "")):
             if key in run:
                 steps = zip(run["step"], run[key], strict=True)
                 out.append(curve([(x0 + w * step / last, y0 + h * (1 - value))
@@ -298,31 +316,33 @@ def seeds_legend(y, seeds: int) -> list[str]:
 
 def game() -> str:
     """results/game beside its control."""
-    return page(240, *reward_panel(70, 40, "game", "reward/won", "trained on won or lost"),
-                *reward_panel(350, 40, "game-coin", "reward/won", "trained on a coin"),
-                *seeds_legend(228, 3))
+    title = text(20, 20, "The guessing game: share of games won, by step", 14, weight="bold")
+    return page(266, title, *reward_panel(70, 66, "game", "reward/won", "trained on won or lost"),
+                *reward_panel(350, 66, "game-coin", "reward/won", "trained on a random reward"),
+                *seeds_legend(254, 3))
 
 
 def controls() -> str:
     """Three tasks, above their controls with a random reward and with none."""
-    out = []
+    out = [text(20, 20, "The task's reward by step: trained on it, on a random reward, and on none",
+                14, weight="bold")]
     for i, (task, name, reward) in enumerate((("sorting", "sort-grpo", "exact"),
                                               ("knights and knaves", "kk", "kk01"),
                                               ("short instructions", "instructions",
                                                "follows"))):
         x = 60 + 245 * i
-        out += reward_panel(x, 36, name, f"reward/{reward}", task)
-        out += reward_panel(x, 250, f"{name}-coin", f"reward/{reward}", "trained on a coin")
-        out += reward_panel(
-            x, 464, f"{name}-sharpen", f"reward/{reward}", "no reward: made surer")
-    return page(654, *out, *seeds_legend(644, 5))
+        for row, (control, words) in enumerate((
+                ("", "its reward"), ("-coin", "a coin"), ("-sharpen", "made surer"))):
+            out += reward_panel(x, 62 + 206 * row, name + control, f"reward/{reward}",
+                                f"{task}: {words}")
+    return page(672, *out, *seeds_legend(660, 5))
 
 
 def roads() -> str:
     """results/roads.json: the held-out accuracy of each seed against what was spent until then."""
     from results.roads import BEFORE
     found = json.loads((ROOT / "results/roads.json").read_text())["roads"]
-    out = [text(20, 24, "From a base to a policy: held-out accuracy of each seed", 14,
+    out = [text(20, 24, "From a base model to a policy: held-out accuracy of each seed", 14,
                 weight="bold")]
     w, h, y0 = 290, 150, 60
     for x0, what, most in (60, "tokens", 12000), (430, "seconds", 1000):
@@ -333,6 +353,7 @@ def roads() -> str:
         for part in (0, 0.5, 1):
             out.append(text(x0 + w * part, y0 + h + 16, f"{most * part:,.0f}", 11, GREY, "middle"))
         words = {"tokens": "tokens sampled", "seconds": "seconds of training"}[what]
+        out.append(upwards(x0 - 32, y0 + h / 2, "held-out accuracy"))
         out.append(text(x0 + w / 2, y0 + h + 32, f"{words}, with the roads before", 11, GREY,
                         "middle"))
         for color, (road, seeds) in zip(DARK, found.items(), strict=True):
@@ -350,12 +371,17 @@ def roads() -> str:
 PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_table,
             "turns": turns, "roads": roads, "game": game, "controls": controls}
 SICK = {  # the metrics that show it
-    "stale": ("10", "rollout/logprob_gap_mean policy/entropy reward/mean"),
-    "temperature": ("9", "rollout/logprob_gap_mean policy/entropy reward/mean"),
-    "kl_sign": ("11", "loss/kl grad/norm reward/mean"),
-    "rate": ("13", "policy/entropy rollout/length_mean reward/mean"),
-    "collapse": ("collapse", "policy/entropy grad/norm reward/mean"),
-    "hacked": ("12", "reward/mean reward/exact rollout/length_mean")}
+    "stale": ("10", "rollout/logprob_gap_mean policy/entropy reward/mean",
+              "A stale prefix cache: the engine keeps keys and values of old weights"),
+    "temperature": ("9", "rollout/logprob_gap_mean policy/entropy reward/mean",
+                    "A wrong temperature: the engine samples at half the trainer's"),
+    "kl_sign": ("11", "loss/kl grad/norm reward/mean", "A KL term with the wrong sign"),
+    "rate": ("13", "policy/entropy rollout/length_mean reward/mean",
+             "A learning rate that is too high: 0.01 instead of 3e-4"),
+    "collapse": ("collapse", "policy/entropy grad/norm reward/mean",
+                 "An entropy bonus with the wrong sign"),
+    "hacked": ("12", "reward/mean reward/exact rollout/length_mean",
+               "A hacked reward: it counts digits, and reward/exact is only measured")}
 PICTURES |= {f"sick_{name}": partial(sick, *what) for name, what in SICK.items()}
 PICTURES = {name: made for name, made in PICTURES.items() if (HERE / f"{name}.svg").exists()}
 

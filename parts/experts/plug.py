@@ -7,6 +7,12 @@ from parts.experts import experts
 from parts.experts.experts import ExpertArgs as Flags  # noqa: F401
 from settings import values_of
 
+METRICS = {
+    "router/largest_mean": "the largest share of an expert in a layer, mean over the layers",
+    "router/largest_worst": "the largest share of an expert in any layer",
+    "router/entropy_mean": "entropy of the shares / log E, mean over the layers; 1 is even",
+    "router/entropy_worst": "the smallest such entropy of a layer"}
+
 FAMILIES = dict.fromkeys(experts.NAMES, experts.Mixture)
 
 

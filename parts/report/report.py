@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from errors import SettingsError, command  # noqa: E402
 from log import is_evaluation, read, read_metrics, write_whole  # noqa: E402
+from parts.report.healthy import HEALTHY  # noqa: E402
 from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402
 
@@ -39,19 +40,16 @@ def packed(data) -> str:
     return base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
 
 
-# ---- from the documents
+# ---- ranges and flags
 
 def healthy() -> dict[str, dict]:
     """By metric: its healthy range, and what it means and what to try if it is outside."""
     found = {}
-    lines = [line for line in (ROOT / SICK).read_text().splitlines() if line.startswith("| `")]
-    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    for names, words, means, advice in (row for row in rows if len(row) == 4):
+    for name, (words, means, advice) in HEALTHY.items():
         kind, first, second = RANGE.match(words).groups()
         low, high = {"above": (first, None), "below": (None, first)}.get(kind, (first, second))
-        for name in re.findall("`([^`]+)`", names):
-            found[name] = {"low": low and float(low), "high": high and float(high),
-                           "words": words, "means": means, "try": advice}
+        found[name] = {"low": low and float(low), "high": high and float(high),
+                       "words": words, "means": means, "try": advice}
     return found
 
 

@@ -3,6 +3,12 @@ from errors import SettingsError
 from parts.turns import turns
 from parts.turns.turns import TurnArgs as Flags  # noqa: F401
 
+METRICS = {
+    "reward/turns": "with --reward turns: mean of what all turns of an episode were paid",
+    "rollout/turns_mean": "turns of the model per completion",
+    "rollout/reply_failed": "completions that failed between two turns",
+    "rollout/truncated_frac": "also completions without room for their reply",
+    "time/rollout": "with the replies"}
 REWARDS = dict.fromkeys(("environment", "turns"), "parts/turns/paid.py")
 
 

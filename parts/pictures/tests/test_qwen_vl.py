@@ -189,8 +189,8 @@ def geometry(folder: Path, name: str, n: int) -> Path:
 
 
 def easyr1() -> list[str]:
-    """The words of the command in recipes.md."""
-    page = (ROOT / "parts/pictures/README.md").read_text()
+    """The words of its command."""
+    page = (ROOT / "parts/pictures/geometry3k.sh").read_text()
     command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
     return shlex.split(command.replace("\\\n", ""))
 

@@ -1,0 +1,56 @@
+"""healthy.py: the range of a metric in a healthy run, what a value outside means, and what to try.
+
+report.html marks where a curve leaves its range. A metric outside is a reason to look; one inside
+is no proof.
+"""
+HEALTHY = {  # metric: (the range, what it means if it is outside, what to try)
+    "rollout/logprob_gap_mean": (
+        "below 0.001 in float32; in bfloat16 --max_gap is the limit",
+        "The engine is not the policy that is trained.",
+        "See docs/use/troubleshooting.md, the gap between engine and trainer."),
+    "policy/entropy": (
+        "above 0.005",
+        "All completions of a prompt are the same: nothing to learn from.",
+        "A smaller --lr, a larger --clip_high. If the reward is high too, the task is done."),
+    "policy/approx_kl": (
+        "below 0.05",
+        "One step moves the policy far.",
+        "Fewer --epochs or --minibatches, a smaller --lr."),
+    "policy/clip_frac": (
+        "below 0.3",
+        "Many tokens are at the bounds of the ratio and have no gradient.",
+        "Fewer --epochs or --minibatches, a smaller --lr."),
+    "policy/ratio": (
+        "between 0.9 and 1.1",
+        "Old and new log-probs are not of the same thing.",
+        "Look at the gap first. Then a smaller --lr."),
+    "reward/std": (
+        "above 0.001",
+        "All rewards of the step are equal: all advantages are 0.",
+        "Easier or harder prompts, a reward with more values, a larger --group."),
+    "grad/norm": (
+        "between 1e-9 and 10",
+        "0: nothing to learn from. Large: the gradient is clipped.",
+        "0: see reward/std. Large: a smaller --lr, more warm-up."),
+    "grad/norm_not_finite": (
+        "below 1",
+        "The optimizer step was not applied. Three such steps in a row end the run.",
+        "A smaller --lr or --max_grad_norm. See whether one prompt does it."),
+    "loss/kl": (
+        "between 0 and 1",
+        "Below 0: the wrong sign (k2 and k3 cannot be). Large: the policy is far from its "
+        "start.",
+        "Large: a larger --kl_loss_coef, a smaller --lr."),
+    "rollout/truncated_frac": (
+        "below 0.2",
+        "Completions are cut before they answer.",
+        "A larger --max_tokens, --overlong_filter, or a reward for shorter ones."),
+    "rollout/unscored": (
+        "below 1",
+        "The reward failed on some completions; they are left out.",
+        "Read the printed traceback."),
+    "critic/explained_var": (
+        "above 0",
+        "The critic predicts worse than a constant: the advantages are noise.",
+        "A larger --critic_lr, --critic_warmup_steps."),
+}
