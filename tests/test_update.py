@@ -27,7 +27,7 @@ folder, right = updates.folder, updates.right
 SAME = 1e-12  # the limit of relative differences between numbers of ranks
 RANKS = 1, 2, 3, 5
 SETTINGS = [*map(Setting, [*REPORTED, *NAMED]), *(
-    setting for script, count in (("grpo", 28), ("ppo", 10))
+    setting for script, count in (("grpo", 22), ("ppo", 8))
     for setting in drawn(script, CHOICES[script] | {"ranks": RANKS}, count=count))]
 
 
@@ -51,8 +51,9 @@ def test_learn_is_the_papers_update(number, shipped, right):
 
 
 def test_ranks_and_budgets_make_one_update_to_the_last_digits(folder, shipped):
-    """The same settings on one rank, with other knobs of memory, are the same within 1e-12."""
-    many = {number: one for number, one in enumerate(SETTINGS) if one.ranks > 1}
+    """The settings by hand on one rank, with other knobs of memory, are the same within 1e-12."""
+    by_hand = SETTINGS[:len(REPORTED) + len(NAMED)]
+    many = {number: one for number, one in enumerate(by_hand) if one.ranks > 1}
     alone = on_ranks(folder, {1000 + number: one for number, one in many.items()}, 1)
     for number, one in many.items():
         check(one, shipped(number), alone[1000 + number][0], SAME, of_metrics=100)
@@ -96,7 +97,7 @@ def test_the_settings_reach_what_they_are_for(shipped):
     for name in "batch/dropped_unscored batch/dropped_no_baseline batch/dropped_overlong " \
                 "update/skipped policy/cov_cut".split():
         assert max(seen[name]) > 0, name
-    assert cut == {"reinforce"} and sum(x > 0.01 for x in seen["policy/approx_kl"]) > 20
+    assert cut == {"reinforce"} and sum(x > 0.01 for x in seen["policy/approx_kl"]) > 10
     calls = [call for number in range(len(SETTINGS)) for one in shipped(number)
              for call in one["micros"]]
     assert any(micros == [((), 1)] for _, _, micros in calls)

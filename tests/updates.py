@@ -83,6 +83,12 @@ def short(name: str) -> str:
     return name.removeprefix("lm.").removeprefix("model.").removesuffix("head.weight") or "head"
 
 
+@cache
+def names_in(folder: str) -> set[str]:
+    """The parameters of a folder's model."""
+    return {*map(short, model.skeleton(folder).state_dict())}
+
+
 class Spy:
     """A policy or a critic that keeps each optimizer step's gradient: {name: whole tensor}."""
 
@@ -108,9 +114,8 @@ class Shipped:
         folder = f"{self.folder}/{self.setting.folder(name)}"
         kinds = model.kinds(self.args, model.config_of(folder), trained)
         module = float64.build(getattr(kinds, kind), folder, self.world, self.args)
-        files = {*map(short, model.skeleton(folder).state_dict())}
         for parameter, p in module.named_parameters():
-            if short(parameter) not in files:
+            if short(parameter) not in names_in(folder):
                 assert parameter != "head.weight" or not p.to_local().any()  # V is 0 at first
                 full = start_of(short(parameter), p.shape).to(p.dtype)
                 p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements,
