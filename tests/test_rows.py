@@ -542,12 +542,11 @@ def test_reasoning_gym_rows_are_those_of_the_seed_and_the_split_alone(monkeypatc
     game_of_life_halting any text that is not empty would be right."""
     pytest.importorskip("reasoning_gym")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    found = {task: crc32(repr(data.read(f"reasoning_gym:{task}", 1)[0][:40]).encode())
-             for task in ("ransom_note", "list_functions")}
-    assert found == {"ransom_note": 1851662582, "list_functions": 1094492425}  # 0.1.25
-    one, test = ({row["question"] for row in data.read(f"reasoning_gym:{spec}", 1)[0]}
-                 for spec in ("gcd", "gcd@test"))
-    assert len(one) > 900 and len(one & test) < 50  # by chance: about 5
+    notes, train, test = (data.read(f"reasoning_gym:{spec}", 1)[0] for spec in (
+        "ransom_note", "list_functions", "list_functions@test"))
+    found = [crc32(repr(rows[:40]).encode()) for rows in (notes, train)]
+    assert found == [1851662582, 1094492425]  # of 0.1.25
+    assert len({row["question"] for row in train + test}) > 1900
     for task, words in (("spell_backwrd", "cannot be generated: "), (
             "game_of_life_halting", "cannot be learned: the library's scorer gives full")):
         assert f"{task} {words}" in sentence(data.read, f"reasoning_gym:{task}")
@@ -560,7 +559,7 @@ def test_countdowns_rows_can_be_solved():
                  for nums in permutations(row["nums"])
                  for signs in product("+-*/", repeat=len(nums) - 1))
         assert any(countdown.countdown(text, **row) for text in tried)
-    assert [*countdown.rows(0, 99)] == [*countdown.rows(0, 99)] != [*countdown.rows(1, 99)]
+    assert [*countdown.rows(0, 9)] == [*countdown.rows(0, 9)] != [*countdown.rows(1, 9)]
 
 
 # ---- order
