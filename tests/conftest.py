@@ -32,16 +32,16 @@ settings.load_profile("any speed")
 # test_NAME.py that prove it. A file proves one promise, so a failure breaks one by name. The tests
 # of parts/NAME prove what its README.md says.
 PROMISES = {
-    "The same update on any layout": "update",
-    "A plan before anything loads": "plan",
+    "The same update on any layout": "update layouts float64 prove",
+    "A plan before anything loads": "plan claims memory gpu",
     "Exact resume": "resume",
-    "Each formula is the paper's": "losses variants details",
+    "Each formula is the paper's": "losses",
     "The engine is the policy": "engine model",
-    "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards",
-    "Each row and template is read as transformers reads it, or refused": "rows",
-    "A run does what its flags say, and shows what it did": "run tiny",
+    "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards numbers",
+    "Each row and template is read as transformers reads it, or refused": "rows ends",
+    "A run does what its flags say, and shows what it did": "run tiny nano",
     "No rank decides alone, and a rank that fails ends all": "dist",
-    "The pages are true, and their commands run": "pages exercises nano",
+    "The pages are true, and their commands run": "pages exercises",
     "The code is written to be read, in layers": "style"}
 
 
