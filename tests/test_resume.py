@@ -164,7 +164,7 @@ def test_random_kills_of_any_process_at_any_instant(script, seed):
     "weights"])
 def test_one_rank_that_fails_in_any_phase_ends_all(start, tmp_path, place):
     """Within seconds, with its own error; a wrong tensor in one engine before the first update."""
-    step = {"setup": -1, "export": 2, "evaluate": 0, "weights": 0}.get(place, 1)
+    step = {"setup": -1, "export": 2, "evaluate": 0, "weights": -1}.get(place, 1)
     what, words = ("wrong", "error: engine and trainer differ before an update by") if (
         place == "weights") else ("raise", "a fault was put into")
     attempt = start(*"--steps 3 --eval_data tiny --eval_every 1 --save_every 1".split(),
