@@ -1,230 +1,216 @@
-"""distill.py: what is minimized, by enumeration; a teacher's prompt; its memory; a killed run."""
+"""distill.py learns as its formulas say; a teacher's prompt, its memory, its files."""
 from dataclasses import replace
-from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+import checkpoint
 import data
 import fakes
-import faults
+import families
 import inputs
-import losses
 import model
 import plan
-import ranks
 import texts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from live import Live
-from parts.distill import distill
-from parts.distill import divergence as head
-from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
-from settings import changed
+from parts.distill import distill, divergence
+from parts.distill.teacher import TaughtRow, TeacherMemory, add_teacher_prompts, find_teacher
+from reference import (
+    Completion,
+    Model,
+    before_update,
+    mean,
+    minibatches,
+    policy_metrics,
+    update_policy,
+)
+from reference_settings import PROMPT, SAMPLED, VOCAB, Setting, drawn
 from shapes import shape_of
-from test_seams import models_loaded
-from tools import float64
+from updates import every_pair, folder, right  # noqa: F401
 
-V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
+KINDS = "reverse_kl", "forward_kl", "jsd"
 
-
-def tables(seed: int) -> torch.Tensor:
-    return 2 * torch.randn(4, V, generator=torch.Generator().manual_seed(seed),
-                           dtype=torch.float64)
+# ---- the update
 
 
-def test_the_sampled_token_has_the_expected_gradient_of_the_exact_divergence():
-    """The expectation is over all tokens, each with its probability."""
-    policy, teacher = tables(0)[:1].requires_grad_(), tables(100)[:1]
-    logp, of_teacher = policy.log_softmax(-1)[0], teacher.log_softmax(-1)[0]  # (V,)
-    advantages = distill.compute_advantages(
-        distill.Args(teacher="x"), None, logp.detach(), of_teacher)
-    loss, _ = losses.clip_loss(logp, logp.detach(), advantages, torch.arange(V), clip_low=0.2,
-                               clip_high=0.2, dual_clip=None)
-    found = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (
-        logp.detach().exp() * loss, head.divergence(policy, teacher, "reverse_kl"))]
-    assert torch.allclose(*found, rtol=0, atol=1e-14) and found[0].abs().max() > 0.01
+def exact(kind: str, logp, logq):
+    """Of π from π_T at each token: log-probs (n, V) of the whole vocabulary → (n,).
+
+        reverse_kl  Σ_v π log (π / π_T)        forward_kl  Σ_v π_T log (π_T / π)
+        jsd         half of KL(π ‖ m) + KL(π_T ‖ m), m = (π + π_T) / 2
+    """
+    p, q = logp.exp(), logq.exp()
+    logm = ((p + q) / 2).log()
+    return {"reverse_kl": p * (logp - logq), "forward_kl": q * (logq - logp),
+            "jsd": (p * (logp - logm) + q * (logq - logm)) / 2}[kind].sum(-1)
+
+
+def learned(args, policy: Model, teacher: Model, completions: list[Completion],
+            seen: list[Completion], lr: float) -> dict[str, float]:
+    """One step of distill.py → metrics. seen: the completions behind the teacher's prompts.
+
+    A = c (log π_T - log π_old) of each token without --divergence, plus w (R - mean of the group).
+    """
+    step = before_update(policy, teacher, completions, ["trained"] * len(completions))
+    with torch.no_grad():
+        step.ref = [teacher.logprobs(c)[0].tolist() for c in seen]
+        theirs = [teacher.distributions(c) for c in seen]  # (n, V) each
+    for i, c in enumerate(completions):
+        first = i - i % args.group
+        group = [it.reward for it in completions[first:first + args.group] if it.reward is not None]
+        more = args.reward_coef * (c.reward - mean(group)) if c.reward is not None else 0.0
+        step.advantages[i] = [more - (args.distill_coef * kl if args.divergence == "none" else 0.0)
+                              for kl in step.kl(i)]
+
+    def beside(i: int) -> list[tuple[dict, float]]:
+        """c times the divergence at each token."""
+        found = [{"policy/teacher_kl": kl} for kl in step.kl(i)]
+        if args.divergence == "none":
+            return [(one, 0.0) for one in found]
+        apart = exact(args.divergence, policy.distributions(completions[i]), theirs[i])
+        return [(one | {"loss/divergence": x}, args.distill_coef * x)
+                for one, x in zip(found, apart, strict=True)]
+
+    terms = []
+    norms = [update_policy(args, policy, step, rows, lr, terms, beside=beside)
+             for rows in minibatches(args, step)]
+    metrics = policy_metrics(args, step, terms, norms)
+    return {name: value for name, value in metrics.items() if "dropped" not in name} | {"lr": lr}
+
+
+class Taught(Setting):
+    """With --teacher_prompt the teacher has another prompt: also where two rows have the same one.
+    """
+    scripts = {"distill": distill}
+
+    @property
+    def teaches(self):
+        return self.flags["teacher"] is not None
+
+    def samples(self, step):
+        found, rng = super().samples(step), np.random.default_rng(step)
+        for i, sample in enumerate(found if self.flags["teacher_prompt"] else ()):
+            if i % self.group == 0:
+                row = TaughtRow(**vars(sample.prompt.row),
+                                teacher_ids=rng.integers(0, VOCAB, PROMPT).tolist())
+            sample.prompt = sample.prompt._replace(row=row)
+        return found
+
+    def learn(self, args, models, samples, completions, lr, kl_coef):
+        seen = [replace(c, prompt=getattr(s.prompt.row, "teacher_ids", c.prompt))
+                for s, c in zip(samples, completions, strict=True)]
+        return learned(args, models[0], models[2], completions, seen, lr)
+
+
+CHOICES = SAMPLED | {
+    "teacher": ("x", None), "teacher_prompt": (None, "{question}"), "steps": (1, 2),
+    "divergence": ("none", *KINDS), "distill_coef": (1.0, 0.3), "reward": (("exact",),),
+    "reward_coef": (0.0, 2.0), "head_chunk": (2048, 5)}
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(10**6, marks=pytest.mark.slow)])
+def test_it_learns_as_its_formulas_say_on_two_ranks(count, folder, right):  # noqa: F811
+    every_pair(drawn("distill", CHOICES, Taught, group=3, count=count), 2, folder, right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_teacher_that_is_the_student_gives_exactly_nothing(kind):
-    logits = (10 * tables(3)).float().requires_grad_()
-    found = head.divergence(logits, logits.detach().clone(), kind)
-    gradient, = torch.autograd.grad(found.sum(), logits)
-    assert not found.any() and not gradient.any()
+def test_a_divergence_is_exactly_nothing_from_itself_and_finite(kind):
+    logits = (20 * torch.randn(4, 3)).requires_grad_()
+    found = divergence.divergence(logits, logits.detach().clone(), kind)
+    assert not found.any() and not torch.autograd.grad(found.sum(), logits)[0].any()
     far = torch.tensor([[0.0, -200.0, -1e4]]).requires_grad_()
-    found = head.divergence(far, -far.detach(), kind)
-    found.sum().backward()
-    assert found.isfinite().all() and far.grad.isfinite().all()
+    found = divergence.divergence(far, -far.detach(), kind)
+    assert found.isfinite().all() and torch.autograd.grad(found.sum(), far)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_divergences_memory_is_within_the_plan(kind):
-    """It does not grow with the micro-batch: a few matrices (chunk, V) more than without."""
-    vocab, hidden, chunk, n = 2000, 8, 16, 64
-    weight, theirs = torch.randn(vocab, hidden, requires_grad=True), torch.randn(vocab, hidden)
-    h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
-    teacher = head.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
-    with Live() as live:
-        logp, _, divergence = head.token_divergences(
-            h, lambda x: x @ weight.T, t, 1.0, chunk, False, teacher)
-        (logp + divergence).sum().backward()
-    assert live.largest <= chunk * vocab * 4
-    copies = (live.peak - 3 * weight.nbytes) / (chunk * vocab * 4)
-    assert 0.5 < copies / (plan.UPDATE_HEAD + HEAD) <= 1
-
+# ---- the teacher
 
 def test_the_plan_counts_a_larger_teacher():
     small, large = (shape_of(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B"))
 
     def total(teacher=None, **flags):
-        made = plan.Plan(changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
+        made = plan.Plan(fakes.args(distill, teacher="x", **flags), 1, 1000, 0)
         found = TeacherMemory(made, replace(small, reference=teacher), 80 * plan.GIB)
-        return found.parts, {phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
+        return found.parts["reference"][0], {
+            phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
-    (alone, _), (with_large, passes), (_, exact) = (
+    (alone, _), (both, sampled), (_, whole) = (
         total(), total(large), total(large, divergence="jsd"))
-    more = 2 * (large.params - small.params)  # bfloat16
-    assert with_large["reference"][0] - alone["reference"][0] == pytest.approx(more)
-    assert passes["score"] > total()[1]["score"] and passes["update"] == total()[1]["update"]
-    assert exact["update"] - passes["update"] > 2 * large.root
-    assert exact["score"] == passes["score"]
-    assert total(large, offload=("reference",))[0]["reference"] == (0, 0)
-
-
-# ---- the shipped update ----
-
-SMALL = dict(update_tokens=256, score_tokens=256, max_tokens=24, max_prompt_tokens=8, head_chunk=16,
-             dtype="float32")
-
-
-def arguments(**flags):
-    values = dict(teacher="x", dtype="float64", lr=1e-3, group=4, max_grad_norm=0.0,
-                  update_tokens=1 << 20, score_tokens=1 << 20, max_tokens=24)
-    return changed(distill.Args(), **values | flags)
-
-
-def tried(world, folder: str) -> dict[str, tuple]:
-    """The worst case of each script: its phases, and calls of the divergence."""
-    sft, trial = map(import_module, ("parts.sft.sft", "parts.trial.trial"))
-    found, shipped = {}, head.divergence
-    for name, args in {"sft": changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
-                       "jsd": arguments(divergence="jsd", **SMALL)}.items():
-        models = [model.Policy(
-            model.build(model.LogprobModel, folder, world, args), world, args)
-            for _ in range(2)]
-        calls = []
-
-        def counted(logits, theirs, kind, calls=calls):
-            calls.append((torch.is_grad_enabled(), logits.shape == theirs.shape, kind))
-            return shipped(logits, theirs, kind)
-
-        head.divergence = counted
-        reference = models[1] if args.needs_reference else None
-        peaks = trial.measure_phases(
-            plan.Plan(args, world.size, 64, 0), world, 64, models[0], reference)
-        found[name] = sorted(peaks), set(calls)
-        assert all(p.grad is None for p in models[0].module.parameters())
-    return found
-
-
-def test_the_worst_case_has_the_divergence_too(tmp_path):
-    """Its head is called again in the backward: the teacher's must be whole there."""
-    for other in "parts.sft.sft", "parts.trial.trial":
-        pytest.importorskip(other)
-    float64.make(str(tmp_path), 64)
-    for found in ranks.results(2, tried, str(tmp_path)):
-        assert found == {"sft": (["update"], set()), "none": (["score", "update"], set()),
-                         "jsd": (["score", "update"], {(True, True, "jsd")})}
-
-
-def test_the_teacher_is_loaded_and_not_trained(tmp_path, monkeypatch):
-    given = fakes.args(distill, seed=3, teacher="x")
-    assert models_loaded(tmp_path, monkeypatch, given, "teacher") == [
-        (model.LogprobModel, "start", 3, True), (model.LogprobModel, "teacher", 3, False)]
-
-
-# ---- settings and rows ----
-
-def test_what_teaches_nothing_is_refused():
-    def broken(**flags):
-        return "\n".join(plan.problems(arguments(**flags), 1))
-
-    assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
-    assert "--teacher or --teacher_prompt" in broken(teacher=None)
-    prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
-    for flag in ["replay_routing"]:
-        assert "no experts for the prompts of --teacher_prompt" in broken(**{flag: True}, **prompt)
-    assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
-    assert "--eval_data needs --reward" in broken(eval_data="tiny")
-    assert "--target_reward needs --reward." in broken(target_reward=(0.1, 0.9))
-    unused = dict(divergence="jsd", engine_correction="mask")
-    assert "--engine_correction is for the loss of sampled tokens" in broken(**unused)
-    bounds = dict(divergence="jsd", clip_low=0.1, clip_high=0.3, dual_clip=2.0)
-    assert broken(**bounds).count("is for the loss of sampled tokens") == 3
-    assert not broken(**unused, reward_coef=0.5, reward=("exact",), eval_data="tiny")
+    assert both - alone == pytest.approx(2 * (large.params - small.params))  # bfloat16
+    assert whole["update"] - sampled["update"] > 2 * large.root
+    assert total(large, offload=("reference",))[0] == 0
 
 
 def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_path):
-    def saved(name: str, rows: int, *tokens: str) -> str:
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(
-            "qwen2", vocab_size=rows, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=1, num_key_value_heads=1)).save_pretrained(tmp_path / name)
-        made = tiny.make_tokenizer()
-        made.add_tokens([*tokens])
-        made.save_pretrained(tmp_path / name)
-        return str(tmp_path / name)
+    def find(teacher: str, kind: str):
+        folders = []
+        for name in "student", teacher:
+            folders.append(str(tmp_path / name))
+            families.make("qwen2", folders[-1], {"vocab_size": 320 + 8 * (name != "student")})
+            if name == "other":
+                made = tiny.make_tokenizer()
+                made.add_tokens(["another"])
+                made.save_pretrained(folders[-1])
+        args = distill.Args(model="it", teacher=folders[1], divergence=kind)
+        files = inputs.ModelFiles(shape_of("tiny"), inputs.load_tokenizer("it", folders[0]),
+                                  folders[0], model.skeleton(folders[0]))
+        return find_teacher(args, files).reference == folders[1]
 
-    def found(teacher: str, divergence: str):
-        args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
-            student)
-        tokenizer = inputs.load_tokenizer("it", student)
-        files = inputs.ModelFiles(shape_of("tiny"), tokenizer, student, lm)
-        return find_teacher(args, files).reference
-
-    student, wide = saved("student", 320), saved("wide", 328)
-    assert found(student, "jsd") == student and found(wide, "none") == wide
+    assert find("student", "jsd") and find("wide", "none")
     with pytest.raises(SettingsError, match="--teacher has 328 rows and --model 320.*none"):
-        found(wide, "jsd")
+        find("wide", "jsd")
     with pytest.raises(SettingsError, match="must share the vocabulary of --model it"):
-        found(saved("other", 328, "another"), "none")
+        find("other", "none")
 
 
 def test_the_teachers_prompt_has_more_in_it():
+    """It is not shorter than the row's own, and a row with another one is another row."""
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
     row = data.make_row(0, columns, "made up", tokenizer, texts.marks_of(tokenizer), DataArgs())
     made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
+    other, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {question}")
+    assert checkpoint.row_digests([made]) != checkpoint.row_digests([other])
     row.columns |= {"note": " \n", "half": "\ud800"}
-    for template, limit in ("{note}", 512), ("{question} {question} {answer}", 15):
-        with pytest.raises(SettingsError, match="--teacher_prompt gives row 1"):
+    for template, limit, words in (
+            ("{note}", 512, "gives row 1 no text"), ("{answer}", 512, "gives row 1 .* tokens"),
+            ("{question} {question} {answer}", 15, "up to --max_prompt_tokens 15"),
+            ("{question} {half}", 512, "row 1: .*surrogates"),
+            ("{subject}", 512, "must name one or more columns of the row"),
+            ("Solve it.", 512, "must name one or more columns of the row")):
+        with pytest.raises(SettingsError, match=f"--teacher_prompt,? .*{words}"):
             add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
-    with pytest.raises(SettingsError, match="--teacher_prompt, row 1: .*surrogates"):
-        add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
 
 
-# ---- the run ----
+EXACT = dict(divergence="jsd", engine_correction="mask")
 
-@pytest.mark.slow
-def test_three_kills_of_three(tmp_path):
-    """The teacher is the run's own model, with the answer in its prompt. Rank 1 of 2 is killed in
-    a save, both in an update, rank 0 in a rollout: metrics, samples, weights and AdamW's state are
-    those of the run that was not killed, bit for bit."""
-    flags = ["--model", faults.model(), "--steps", "6", "--teacher_prompt", "{question} {answer}",
-             "--divergence", "jsd", "--max_prompt_tokens", "40", "--reward", "exact",
-             "--reward_coef", "0.5"]
-    kills = ("saved:1:1:kill", "backward:*:3:kill", "rollout:0:4:kill")
-    for name, faulty in (("whole", ""), *(("killed", kill) for kill in kills), ("killed", "")):
-        attempt = faults.Attempt(tmp_path, *flags, "--name", name, faults=faulty,
-                                 script="parts/distill/distill")
-        try:
-            status, text = attempt.end()
-        finally:
-            attempt.kill()
-        assert bool(status) == bool(faulty), text
-        assert not faulty or "exitcode  : -9" in text, text
-    assert "resumed from runs/killed/checkpoints/step_4" in text
-    assert faults.progress(tmp_path / "runs/whole") == 6
-    assert faults.differences(tmp_path / "runs/whole", tmp_path / "runs/killed") == []
+
+@pytest.mark.parametrize("flags, words", [
+    ({}, ""), (dict(teacher=None, teacher_prompt="{question} {answer}"), ""),
+    (EXACT | dict(reward_coef=0.5, reward=("exact",), eval_data="tiny"), ""),
+    (dict(teacher=None), "--teacher or --teacher_prompt must be given"),
+    (dict(reward_coef=0.5), "--reward_coef needs --reward"),
+    (dict(reward_coef=0.5, reward=("exact",), group=1), "--group must be at least 2 (got 1)"),
+    (dict(eval_data="tiny"), "--eval_data needs --reward"),
+    (dict(target_reward=(0.1, 0.9)), "--target_reward needs --reward."),
+    (EXACT | dict(clip_low=0.1, clip_high=0.3, dual_clip=2.0), " | ".join(
+        f"--{name} is for the loss of sampled tokens" for name in (
+            "clip_low", "clip_high", "dual_clip", "engine_correction")))])
+def test_what_teaches_nothing_is_refused(refused, flags, words):
+    assert refused(fakes.args(distill, **dict(teacher="x", group=4) | flags), words)
+
+
+def test_a_real_run_has_its_own_model_for_a_teacher_with_a_hint(real_run):
+    """On two ranks. At first the gap from the teacher is that of the prompts; it gets smaller. An
+    evaluation comes before and after."""
+    found, _ = real_run(
+        "parts/distill/distill.py", "--teacher_prompt '{question} {answer}' --divergence jsd "
+        "--batch 4 --group 3 --seed 7 --lr 3e-3 --max_tokens 12 --max_prompt_tokens 40 --steps 4 "
+        "--eval_data tiny@test --reward exact")
+    steps = [row for row in found if "loss/divergence" in row]
+    assert len(steps) == 4 and len([row for row in found if "eval/pass@1" in row]) == 2
+    assert steps[-1]["loss/divergence"] < steps[0]["loss/divergence"]
+    assert all(row["rollout/logprob_gap_mean"] < 1e-4 for row in steps)

@@ -1,5 +1,6 @@
 """Run by torchrun from test_lora.py: `lora_worker.py FOLDER OUT TP` compares an engine that takes
-adapters, the same engine with merged weights, and the trainer. Rank 0 writes OUT."""
+adapters, the same engine with merged weights, the exported folder and the trainer. Rank 0 writes
+OUT."""
 import pickle
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import dist
 import families
 from checkpoint import export_model
 from parts.lora import lora
-from rollout import Engine, Request, hash_seed
+from rollout import Engine, Request
+
+HEAT = 0.7  # the temperature
 
 
 def main(folder: str, out: str, tp: str) -> None:
@@ -25,79 +28,62 @@ def main(folder: str, out: str, tp: str) -> None:
     # 200 tokens are more than a cache block (128 on CPU): a stale prefix would be used.
     rows = [data.Row(i, "", [(7 * i + j) % 317 + 3 for j in range(200)], None, {}, "")
             for i in range(5)]
-    prompts = [data.Prompt(row.index, row) for row in rows]
-    requests = [Request(row.prompt_ids, hash_seed(0, row.index)) for row in rows]
-    found = {"gap": {}, "rounding": {}, "gradients": []}
-
-    def sampled():
-        done = engine.complete(requests, 0.7)
-        return families.scored(prompts, done)
+    requests = [Request(row.prompt_ids, row.index) for row in rows]
+    gaps, gradients = {}, []
 
     def scored(batch, who=policy):
-        return batch.score(world, 256, "score", lambda micro: who.logprobs(micro, 0.7)[0])
+        return batch.score(world, 256, "score", lambda micro: who.logprobs(micro, HEAT)[0])
 
-    def gap(when: str) -> None:
-        """The largest |engine - trainer| log-prob of what the engine samples now."""
-        batch = sampled()
-        found["gap"][when] = float(
-            (scored(batch) - families.engine_logprobs(batch)).abs().max())
-        export_model(policy, folder, f"{out}.now")
+    def look(when: str):
+        """Gaps of engine and exported folder from the trainer, in what float32 rounds."""
+        batch = families.scored([data.Prompt(row.index, row) for row in rows],
+                                engine.complete(requests, HEAT))
+        export_model(policy, folder, f"{out}.model")
         world.barrier()
-        found["rounding"][when] = families.rounding(f"{out}.now", batch)
+        ours, rounding = scored(batch), families.rounding(f"{out}.model", batch, HEAT)
+        gaps[when] = [float((ours - theirs).abs().max()) / rounding for theirs in (
+            families.engine_logprobs(batch), families.plain(f"{out}.model", batch, HEAT))]
         world.barrier()
+        return batch, ours
 
-    def adapt() -> None:
-        engine.load(policy)
-
-    def learn() -> None:
-        batch = sampled()
+    def learn(batch) -> None:
         for micro in batch.micros(world, range(len(rows)), 256, "update"):
-            logprobs, _ = policy.logprobs(micro, 1.0)
-            policy.backward(logprobs.sum() / len(rows))
-        found["gradients"].append({
-            name: float(p.grad.full_tensor().norm()) for name, p in policy.parameters.items()})
+            policy.backward(policy.logprobs(micro, 1.0)[0].sum() / len(rows))
+        gradients.append({name: float(p.grad.full_tensor().norm())
+                          for name, p in policy.parameters.items()})
         assert policy.step(3e-2) > 0
 
     def everything() -> dict:
         return {name: p.detach().full_tensor().clone()
                 for name, p in policy.module.named_parameters()}
 
-    adapt()
-    start, batch = everything(), sampled()
-    found["start"] = bool(torch.equal(scored(batch), scored(batch, base)))
+    engine.load(policy)
+    start = everything()
+    batch, ours = look("at first")
+    same = torch.equal(ours, scored(batch, base))  # B is 0
     for step in range(3):
-        learn()
-        adapt()
-        gap(f"adapter {step}")
-    after, batch = everything(), sampled()
-    found["moved"] = {n: float((after[n] - start[n]).abs().max()) for n in start}
-    found["reference"] = bool(torch.equal(scored(batch, lora.Base(policy)), scored(batch, base)))
-    found["effect"] = float((scored(batch) - scored(batch, base)).abs().max())
+        learn(batch)
+        engine.load(policy)
+        batch, ours = look(f"adapter {step}")
+    same &= torch.equal(scored(batch, policy.reference(None)), scored(batch, base))
+    effect = float((ours - scored(batch, base)).abs().max())
     engine.request = None  # the same engine, without an adapter
     Engine.load(engine, policy)
-    gap("merged")
-    adapt()  # it takes the base again
-    gap("adapter again")
-    # The prefix cache is never reset from here on: only the adapter's path protects it.
-    reset, engine.llm.reset_prefix_cache = engine.llm.reset_prefix_cache, lambda: True
-    learn()
-    adapt()
-    gap("no cache reset")
-    learn()
-    engine.syncs -= 1  # the path of the sync before
-    adapt()
-    gap("no cache reset, old path")
-    engine.llm.reset_prefix_cache = reset
-    adapt()
-    last, batch = everything(), sampled()
-    adapt()
-    found["untouched"] = all(torch.equal(p, last[n]) for n, p in everything().items())
-    found["batch"], found["logprobs"] = batch, scored(batch)
+    look("merged")
+    engine.load(policy)  # it takes the base again
+    look("adapter again")
+    engine.llm.reset_prefix_cache = lambda: True  # only the adapter's path protects the cache
+    learn(batch)
+    engine.load(policy)
+    before = everything()
+    look("no cache reset")
+    same &= all(torch.equal(p, before[name]) for name, p in everything().items())
     lora.export(SimpleNamespace(policy=policy, args=policy.args, world=world, log=SimpleNamespace(
         folder=Path(out).parent), inputs=SimpleNamespace(source=folder)))
-    export_model(policy, folder, f"{out}.model")
     if world.rank == 0:
-        Path(out).write_bytes(pickle.dumps(found))
+        Path(out).write_bytes(pickle.dumps({
+            "gaps": gaps, "gradients": gradients, "same": same, "effect": effect,
+            "moved": {name for name, p in before.items() if not torch.equal(p, start[name])}}))
     engine.close()
 
 

@@ -1,6 +1,6 @@
-"""lora.py: an adapter is the policy in the trainer, in the engine and in the exported folders."""
+"""An adapter is the policy in the trainer, in the engine and in the exported folders, and it learns
+as the paper says."""
 import json
-import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,135 +9,150 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import fakes
 import families
-import grpo
 import model
 import plan
-import ppo
-from errors import SettingsError
+import reference
 from examples import tiny
+from fakes import SCRIPTS, World
 from families import ROOT
 from model_files import shape_from
 from parts.lora import lora, plug
 from ranks import results, script
-from settings import changed
+from reference_settings import CHOICES, Setting, drawn
 from shapes import shape_of
-from test_gpu import made_engine
-from test_memory import QWEN_7B, planned
+from updates import every_pair, folder, right, start_of  # noqa: F401
+
+# ---- the update
 
 
-def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
-    families.make(name, str(folder / "model"))
-    script(Path(__file__).with_name("lora_worker.py"), folder / "model", folder / "out",
-           tp, ranks=ranks)
-    return pickle.loads((folder / "out").read_bytes()) | {"folder": folder}
+class Model(reference.Model):
+    """The model's own weights stay; of the layers that --lora_targets names A and B learn."""
+
+    def parameters(self, lm) -> dict:
+        """y = W x + alpha / rank · B (A x)        https://arxiv.org/abs/2106.09685"""
+        found, flags = {}, self.args.parts.lora
+        for name, layer in lm.base_model.named_modules():
+            own = name.rpartition(".")[2]
+            if not isinstance(layer, torch.nn.Linear) or flags.lora_targets not in (
+                    ("all-linear",),) and own not in flags.lora_targets:
+                continue
+            A, B = (start_of(f"{name}.lora_{which}", shape).requires_grad_() for which, shape in (
+                ("A", (flags.lora_rank, layer.in_features)),
+                ("B", (layer.out_features, flags.lora_rank))))
+            found |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
+            scale = (flags.lora_alpha or 2 * flags.lora_rank) / flags.lora_rank
+            layer.register_forward_hook(lambda _, inputs, y, A=A, B=B, scale=scale: (
+                y + scale * (inputs[0] @ A.T) @ B.T))
+        return found
 
 
-def all_holds(found: dict) -> None:
-    gap = dict(found["gap"])
-    assert found["start"], "at step 0 the log-probs are not those of the base model"
-    assert gap.pop("no cache reset, old path") > 1e-2   # so a stale prefix would show
-    assert len(gap) == 6 and all(
-        gap[when] < families.ROUNDINGS * found["rounding"][when] for when in gap), found
-    assert found["effect"] > 0.1                        # the adapters change what is compared
-    assert found["reference"], "scale 0 is not the base model"
-    assert found["untouched"], "a sync changed the trainer's tensors"
+class Adapted(Setting):
+    """Adapters learn; the reference model is the policy without them."""
+    before = "policy"
+
+    def model(self, lm, args, head=None, adapted=True):
+        return (Model if adapted else reference.Model)(lm, args, head)
+
+
+FLAGS = {"lora_rank": (2, 3), "lora_alpha": (None, 1.0),
+         "lora_targets": (("all-linear",), ("q_proj", "down_proj"))}
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_adapters_learn_as_the_formulas_say_on_two_ranks(name, count, folder, right):  # noqa: F811
+    every_pair(drawn(name, FLAGS | CHOICES[name], Adapted, count=count), 2, folder, right)
+
+
+# ---- the engine and the folders
+
+@pytest.fixture(scope="module", params=["Llama, tied-1", pytest.param(
+    "Qwen2-2", marks=pytest.mark.slow)])
+def found(request, tmp_path_factory) -> dict:
+    """What lora_worker.py saw of a family with --tp K on two ranks."""
+    name, _, tp = request.param.rpartition("-")
+    place = tmp_path_factory.mktemp("lora")
+    families.make(name, f"{place}/model")
+    script(Path(__file__).with_name("lora_worker.py"), place / "model", place / "out", tp, ranks=2)
+    return pickle.loads((place / "out").read_bytes())
+
+
+def test_engine_with_adapter_or_merged_weights_and_the_folder_are_the_trainer(found):
+    """Through six loads, with and without the prefix cache's reset. At first and without adapters
+    the policy is the base, bit for bit; only A and B move, and a load changes nothing."""
+    assert len(found["gaps"]) == 7 and all(
+        max(gaps) < families.ROUNDINGS for gaps in found["gaps"].values()), found["gaps"]
+    assert found["same"] and found["effect"] > 0.1  # the adapters change what is compared
     first, *later = found["gradients"]
-    names = {n for n in found["moved"] if lora.is_adapter(n)}
-    assert names == first.keys() and len(names) >= 2 * 2 * 4    # A and B, layers, linears
+    assert found["moved"] == first.keys() and len(first) == 2 * 2 * 7  # A and B, layers, linears
     assert all(min(gradients.values()) > 0 for gradients in later)
-    assert all((norm > 0) == name.endswith("B") for name, norm in first.items())
-    assert all((moved > 0) == (name in names) for name, moved in found["moved"].items())
+    assert all((norm > 0) == name.endswith("lora_B") for name, norm in first.items())
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    return compare(tmp_path_factory.mktemp("lora"), "Llama, tied", 2, 1)
-
-
-def test_engine_with_adapter_or_merged_weights_is_the_trainer(found):
-    all_holds(found)
-
-
-@pytest.mark.slow
-def test_on_another_layout_and_family(tmp_path):
-    all_holds(compare(tmp_path, "Qwen2", 2, 2))
-
-
-def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(found):
-    batch = found["batch"]
-    base, adapter, merged = (f"{found['folder']}/{name}" for name in (
-        "model", "adapter", "out.model"))
-    gap = (families.plain(merged, batch) - found["logprobs"]).abs().max()
-    assert gap < families.ROUNDINGS * families.rounding(merged, batch)
-    assert sorted(os.listdir(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
-    config = json.loads(Path(adapter, "adapter_config.json").read_text())
-    assert config["r"] == 4 and config["lora_alpha"] == 8
-    assert config["base_model_name_or_path"] == base and "q_proj" in config["target_modules"]
-
-
-@pytest.mark.slow
-def test_vllm_serves_the_adapter(found):
-    base, adapter, merged = (f"{found['folder']}/{name}" for name in (
-        "model", "adapter", "out.model"))
-    prompts = [s.prompt.row.prompt_ids for s in found["batch"].samples]
-    pairs = zip(families.plain_vllm(base, prompts, adapter),
-                families.plain_vllm(merged, prompts), strict=True)
-    for (ids, ours), (others, theirs) in pairs:
-        limit = families.ROUNDINGS * families.rounding(merged, found["batch"])
-        assert ids == others and max(
-            abs(a - b) for a, b in zip(ours, theirs, strict=True)) < limit
-
-
-def started(world, folder: str) -> dict:
+def started(world, folder: str) -> dict:  # noqa: F811
     """The parameters of a bfloat16 model with new adapters, whole, and their own dtypes."""
     policy = families.trainer_of(folder, world, dtype="bfloat16", lora_rank=4, seed=7)
-    module = policy.module
     return {n: (p.dtype, n in policy.parameters, p.detach().full_tensor().float().numpy())
-            for n, p in module.named_parameters()}
+            for n, p in policy.module.named_parameters()}
 
 
 def test_adapters_start_alike_on_any_layout(tmp_path):
+    """B at 0, A uniform in ± 1/sqrt(in), each with its own numbers, in float32."""
     families.make("Qwen2", str(tmp_path))
-    one, = results(1, started, str(tmp_path))
-    two = results(3, started, str(tmp_path))[2]
+    one, two = (results(size, started, str(tmp_path))[-1] for size in (1, 3))
     draws = []
     for name, (dtype, trained, value) in one.items():
         assert two[name][:2] == (dtype, trained) and (two[name][2] == value).all()
         assert trained == lora.is_adapter(name)
-        assert dtype == (torch.float32 if trained else torch.bfloat16)    # no masters of the base
+        assert dtype == (torch.float32 if trained else torch.bfloat16)  # no masters of the base
         if name.endswith("lora_B"):
             assert not value.any()
         elif trained:
             bound = value.shape[1] ** -0.5
             assert 0.9 * bound < abs(value).max() <= bound and abs(value.mean()) < bound / 4
-            draws.append(value[0, :8].tolist())
-    assert len(draws) == 14 and len({*map(str, draws)}) == 14       # each has its own numbers
+            draws.append(str(value[0, :8]))
+    assert len(draws) == len({*draws}) == 14
 
 
-@pytest.mark.parametrize("script", [grpo, ppo])
-def test_rates_that_are_not_given_are_ten_times_those_of_full_training(script):
-    full, adapters = script.Args(), changed(script.Args(), lora_rank=8)
-    files = SimpleNamespace(shape=SimpleNamespace(params=135_000_000))
-    full.choose_rates(files.shape.params)
-    plug.check(adapters, files, [])
-    assert adapters.lr == 10 * full.lr
-    if full.critic_args:
-        assert adapters.critic_args.critic_lr == 10 * full.critic_args.critic_lr
-    plug.check(given := changed(script.Args(), lora_rank=8, lr=0.5), files, [])
-    assert given.lr == 0.5
+def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them(
+        real_run, tmp_path):
+    """The merged folder is W + alpha / rank · B A of adapter/, which names its base."""
+    (first, second), _ = real_run(
+        "ppo.py", "--lora_rank 2 --lora_alpha 3 --steps 2 --kl_reward_coef 0.1 --batch 8 "
+        "--max_prompt_tokens 64 --max_tokens 12 --reward short")
+    base = tiny.ensure(str(ROOT / "runs"))
+    assert first["policy/kl"] == 0 != second["policy/kl"] and first["lr"] == 3e-3
+    config = json.loads((tmp_path / "runs/x/adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 3, base)
+    made = load_file(tmp_path / "runs/x/adapter/adapter_model.safetensors")
+    was, now = (load_file(f"{path}/model.safetensors") for path in (
+        base, tmp_path / "runs/x/model"))
+    assert was.keys() == now.keys()
+    moved = {name for name in was if not torch.equal(was[name], now[name])}
+    assert len(moved) == len(made) / 2 == 14
+    for name in moved:
+        a, b = (made[f"base_model.model.{name.removesuffix('.weight')}.{part}.weight"]
+                for part in ("lora_A", "lora_B"))
+        assert torch.allclose(now[name], was[name] + 1.5 * b @ a, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Phi3"])
-def test_the_plan_counts_the_adapters(tmp_path, name):
+# ---- before a run
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3", "GPT-2"])
+def test_the_plan_counts_the_adapters_or_finds_nothing_to_adapt(refused, tmp_path, name):
+    """Moments, gradients and an engine's copy are those of adapters alone."""
     families.make(name, str(tmp_path))
-    lm, args = model.skeleton(str(tmp_path)), changed(grpo.Args(), lora_rank=4, lr=1e-3)
+    lm, args = model.skeleton(str(tmp_path)), fakes.args(lora_rank=4)
     shape = shape_from(lm)
+    assert refused(args, "--lora_rank finds no torch.nn.Linear" * (name == "GPT-2"), shape)
     lora.put_in(lm, args.parts.lora, torch.float32)
-    sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
-    assert not plan.problems(args, 1, shape=shape)
-    assert args.parts.lora.added(shape) == sum(sizes) > 0
-    assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
+    added = sum(p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n))
+    assert args.parts.lora.added(shape) == added and bool(added) == (name != "GPT-2")
+    memory = plug.memory(None, args, shape)(plan.Plan(args, 1, 8, 0), shape, None)
+    assert memory.parts["moments"] == (8 * added, 8 * added)
+    assert memory.parts["weights"][1] == 4 * (shape.params + added)
 
 
 @pytest.mark.parametrize("options, sentence", [
@@ -145,88 +160,35 @@ def test_the_plan_counts_the_adapters(tmp_path, name):
      "k_proj v_proj o_proj gate_proj up_proj down_proj (got q_proj query)."),
     (dict(lora_targets=("lm_head",)), "(got lm_head)."),  # never the head
     (dict(lora_targets=()), "--lora_rank finds no torch.nn.Linear to adapt"),
-    (dict(lora_rank=600), "--lora_rank must be at most 512 (got 600): vLLM takes no larger "
+    (dict(lora_rank=513), "--lora_rank must be at most 512 (got 513): vLLM takes no larger "
      "adapter. Would work: --lora_sync merged, which needs none."),
-    (dict(lora_rank=600, lora_sync="merged"), None)])
-def test_refusals(options, sentence):
-    args = changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
-    found = plan.problems(args, 1, shape=shape_of("tiny"))
-    assert len(found) == bool(sentence) and (not sentence or sentence in found[0])
+    (dict(lora_rank=512), ""), (dict(lora_rank=600, lora_sync="merged"), "")])
+def test_refusals(refused, options, sentence):
+    assert refused(fakes.args(**dict(lora_rank=16) | options), sentence, shape_of("tiny"))
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path):
-    families.make("GPT-2", str(tmp_path))
-    shape = shape_from(model.skeleton(str(tmp_path)))
-    args = changed(grpo.Args(), lora_rank=4, lr=1e-3)
-    assert plan.problems(args, 1, shape=shape)[0].startswith("--lora_rank finds no")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rates_that_are_not_given_are_ten_times_those_of_full_training(script):
+    files = SimpleNamespace(shape=SimpleNamespace(params=135_000_000))
+    for given in 0, 0.5:
+        full, args = SCRIPTS[script].Args(), fakes.args(script, lora_rank=8, lr=given)
+        full.choose_rates(files.shape.params)
+        plug.check(args, files, [])
+        assert args.lr == (given or 10 * full.lr)
+        if full.critic_args:
+            assert args.critic_args.critic_lr == 10 * full.critic_args.critic_lr
 
 
-def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
-    def fails(tensors, path, *all):
-        Path(path).write_text("half of it")
-        raise OSError("no space")
-
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").write_text("old")
-    monkeypatch.setattr(lora, "tensors", lambda *all: [])
-    monkeypatch.setattr(lora, "save_file", fails)
-    with pytest.raises(SettingsError, match="no space"):
-        policy = SimpleNamespace(module=SimpleNamespace(lm=None), layers=[])
-        lora.export(SimpleNamespace(
-            policy=policy, args=changed(grpo.Args(), model="a/b"), log=SimpleNamespace(
-                folder=tmp_path), world=SimpleNamespace(rank=0, device="cpu"),
-            inputs=SimpleNamespace(source="a/b")))
-    assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
-
-
-def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them(tmp_path):
-    base = tiny.ensure(str(ROOT / "runs"))
-    script(ROOT / "ppo.py", "--model", base, *"""--lora_rank 2 --lora_alpha 3 --steps 2
-        --kl_reward_coef 0.1 --batch 8 --minibatches 1 --max_prompt_tokens 64 --max_tokens 12
-        --reward short --name x""".split(), cwd=tmp_path)
-    first, second = map(json.loads, (tmp_path / "runs/x/metrics.jsonl").open())
-    assert first["policy/kl"] == 0 != second["policy/kl"]
-    config = json.loads((tmp_path / "runs/x/adapter/adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 3, base)
-    made = load_file(tmp_path / "runs/x/adapter/adapter_model.safetensors")
-    was, now = load_file(f"{base}/model.safetensors"), load_file(
-        tmp_path / "runs/x/model/model.safetensors")
-    assert was.keys() == now.keys()
-    changed = {name for name in was if not torch.equal(was[name], now[name])}
-    assert len(changed) == len(made) / 2 > 0
-    for name in changed:
-        a, b = (made[f"base_model.model.{name.removesuffix('.weight')}.{part}.weight"]
-                for part in ("lora_A", "lora_B"))
-        assert torch.allclose(now[name], was[name] + 1.5 * b @ a, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name, folder, base", [
-    ("./base", "./base", "{here}/base"), ("runs/x/model", "runs/x/model", "{here}/runs/x/model"),
-    ("tiny", "runs/tiny-sort-1", "{here}/runs/tiny-sort-1"), ("/a/base", "/a/base", "/a/base"),
-    ("Qwen/Qwen2.5-0.5B", "/cache/snapshots/1", "Qwen/Qwen2.5-0.5B")])
-def test_an_adapter_names_its_base_so_that_any_folder_finds_it(
-        name, folder, base, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert lora.base_of(name, folder) == base.format(here=tmp_path)
-
-
-@pytest.mark.parametrize("rank, room", [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
-def test_an_engine_has_room_for_the_rank(rank, room):
-    engine = object.__new__(lora.TakingEngine)
-    vars(engine).update(config={"r": rank, "target_modules": ["q_proj"]}, on_gpu=True,
-                        args=SimpleNamespace(eager=False, max_num_seqs=0))
-    assert engine.options(9)["max_lora_rank"] == room
-
-
-def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch):
-    engine, options = made_engine(
-        monkeypatch, lora.TakingEngine, "cuda", max_num_seqs=64, lora_rank=4)
-    assert options["max_num_seqs"] == 64 and options["enable_prefix_caching"]
-    assert engine.sleep_level == 1 and options["enable_sleep_mode"]
-
-
-def test_adapters_make_the_moments_smaller():
-    flags = dict(batch=8, max_tokens=4096)
-    before, after = (planned(grpo, 4, QWEN_7B, 80, **flags, **more)
-                     for more in ({}, dict(lora_rank=8)))
-    assert sum(after.parts["moments"]) < sum(before.parts["moments"])
+def test_an_engine_has_room_for_the_rank_and_keeps_its_base_asleep(monkeypatch):
+    """The base comes once: a deeper sleep would lose it. bfloat16 gets the adapter by itself."""
+    llm = fakes.without_vllm(monkeypatch)
+    for name in "synchronize", "empty_cache":
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    lm = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    policy = SimpleNamespace(args=fakes.args(lora_rank=9), layers={"q_proj.weight": None},
+                             module=SimpleNamespace(lm=lm))
+    assert plug.engine(None, SimpleNamespace(args=policy.args, dtype=torch.float32)) is None
+    engine = families.engine_of("", World(device="cuda"), policy, dtype=torch.bfloat16)
+    assert isinstance(engine, lora.TakingEngine) and engine.sleep_level == 1
+    assert llm.options["max_lora_rank"] == 16 and llm.options["enable_lora"]
+    assert llm.options["lora_target_modules"] == ["q_proj"]

@@ -1,5 +1,5 @@
-"""sft.py learns of a chat what the assistant says: its ends and limits, the plan, runs. What
-transformers marks by {% generation %} is learned: test_ends.py."""
+"""sft.py learns of a chat what the assistant says, as its formula says; what it says of held-out
+rows is transformers'."""
 import itertools
 import json
 from functools import partial
@@ -10,228 +10,264 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import checkpoint
 import data
-import plan
+import fakes
 from errors import SettingsError
 from examples import tiny
-from learning import begin_with
-from parts.sft import sft
-from parts.sft import targets as chats
+from families import ROOT
+from parts.sft import sft, targets
 from ranks import script
-from settings import changed
-from shapes import shape_of
+from reference import Completion, Model, Step, mean, minibatches, weighted_means
+from reference_settings import OFTEN, Setting, drawn
 from templates import CHAT, ROLE, SAID, template, tokenizer_of, with_traits
-from tracked import ROOT
+from updates import every_pair, folder, right  # noqa: F401
+
+# ---- the update
 
 
-def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
-    path = tmp_path / "rows.jsonl"
+def learned(args, policy: Model, completions: list[Completion], lr: float) -> dict[str, float]:
+    """One step of sft.py → metrics: L = -Σ log π(token) / n over the n learned tokens of a
+    minibatch. "sampled" are the tokens that are learned."""
+    fates = ["trained" if any(c.sampled) else "nothing" for c in completions]
+    step, terms, norms = Step(completions, fates, [], None, []), [], []
+    for rows in minibatches(args, step):
+        n = sum(sum(completions[i].sampled) for i in rows)
+        for i in rows:
+            logps, _ = policy.logprobs(completions[i])
+            (-logps.sum() / n).backward()
+            terms += [(1 / n, True, {"loss/policy": -logp}) for logp in logps]
+        if rows:
+            norms.append(policy.step(lr))
+    metrics = weighted_means(terms)
+    return metrics | {
+        "policy/perplexity": exp(metrics["loss/policy"]), "grad/norm": mean(norms), "lr": lr,
+        "batch/prompts": len(completions), "batch/trained": fates.count("trained"),
+        "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in completions),
+        "batch/learned_tokens": sum(sum(c.sampled) for c in completions),
+        "update/steps": len(norms), "update/skipped": minibatches(args, step).count([])}
+
+
+class Supervised(Setting):
+    """Two rows teach nothing."""
+    scripts = {"sft": sft}
+
+    def samples(self, step):
+        found = super().samples(step)
+        for sample in found[4:6]:
+            sample.completion.sampled[:] = False
+        return found
+
+    def options(self, **options):
+        return {}
+
+    def learn(self, args, models, samples, completions, lr, kl_coef):
+        return learned(args, models[0], completions, lr)
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(10**6, marks=pytest.mark.slow)])
+def test_it_learns_as_its_formula_says_on_two_ranks(count, folder, right):  # noqa: F811
+    choices = OFTEN | {"minibatches": (1, 7), "steps": (1, 2)}
+    every_pair(drawn("sft", choices, Supervised, group=1, count=count), 2, folder, right)
+
+
+# ---- what of a chat is learned
+
+FAMILIES = {  # name: (control tokens, the last one ends a turn; a template of «what is learned»)
+    "chatml": ("<|im_start|> <|im_end|>", template(
+        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", f"<|im_start|>{ROLE}\n«{SAID}<|im_end|>»\n",
+        "<|im_start|>assistant\n")),
+    "llama": ("<s> <|h|> <|/h|> <|eot|>", template(
+        f"<|h|>{ROLE}<|/h|>\n\n{SAID}<|eot|>", f"<|h|>{ROLE}<|/h|>\n\n«{SAID}<|eot|>»",
+        "<|h|>assistant<|/h|>\n\n", "<s>")),
+    "phi": ("<pad> <|user|> <|assistant|> <|end|>", template(
+        f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n", "<|assistant|>\n",
+        tail="<pad>")),
+    "eos last": ("<|user|> <|assistant|> </s>", template(  # OLMo 2's, of several turns
+        f"<|{ROLE}|>\n{SAID}</s>\n", f"<|{ROLE}|>\n«{SAID}</s>»{{% if not loop.last %}}"
+        "{{ '\\n' }}{% endif %}", "<|assistant|>\n"))}
+
+
+def rows_of(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
+    """The rows as a run reads them, and what it says of them."""
+    path, args = tmp_path / "rows.jsonl", fakes.args(sft, **flags)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ends = [tokenizer.eos_token_id] if ends is None else ends
-    args = changed(sft.Args(), **flags)
+    ends = ends or [tokenizer.eos_token_id]
     found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
-                            make=partial(chats.make_row, eos_ids=ends))
-    kept, words = chats.keep(found, str(path), args.max_tokens)
+                            make=partial(targets.make_row, eos_ids=ends))
+    kept, words = targets.keep(found, str(path), args.max_tokens)
     return kept, note + words
+
+
+def said_of(row, tokenizer) -> str:
+    """The text that is learned."""
+    return tokenizer.decode([i for i, now in zip(*row.target, strict=True) if now])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_learned_is_what_transformers_marks(tmp_path, name):
+    """With {% generation %} in the template. A turn of weight 0 is given; what a template writes
+    after the last end is left out."""
+    tokenizer, text = tokenizer_of(*FAMILIES[name]), FAMILIES[name][1]
+    end = "{% endgeneration %}"  # after a block Jinja takes away a newline
+    text = text.replace("«", "{% generation %}").replace("»\n", end + "{{ '\\n' }}").replace(
+        "»", end)
+    theirs = tokenizer.apply_chat_template(
+        CHAT, chat_template=text, return_dict=True, return_assistant_tokens_mask=True)
+    whole, none = [*CHAT], [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:4], CHAT[4],
+                            CHAT[5] | {"weight": 0}]
+    (made, second), _ = rows_of(tmp_path, [{"messages": whole}, {"conversations": none}], tokenizer)
+    ids, marks = made.prompt_ids + made.target[0], [False] * len(made.prompt_ids) + made.target[1]
+    rest = len(theirs["input_ids"]) - len(ids)
+    assert ids == theirs["input_ids"][:len(ids)]
+    assert marks + [False] * rest == theirs["assistant_masks"]
+    assert said_of(second, tokenizer).strip() == CHAT[3]["content"] + tokenizer.eos_token
 
 
 def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tmp_path):
     """GLM's: its end-of-sequence ids have <|user|>."""
     tokenizer = tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|{ROLE}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n", "<sop>"))
-    user, assistant, end = tokenizer.convert_tokens_to_ids(
-        ["<|user|>", "<|assistant|>", "<|endoftext|>"])
-    (row,), _ = load(tmp_path, [{"messages": CHAT[:4]}], tokenizer, [user, end])
-    ids, learned = row.target
-    said = [i for i, here in zip(ids, learned, strict=True) if here]
-    one, two = (tokenizer(m["content"], add_special_tokens=False)["input_ids"]
-                for m in (CHAT[1], CHAT[3]))
-    assert said == one + [user] + two + [end]
-    given = [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:4], CHAT[4], CHAT[5] | {"weight": 0}]
-    for chat in given, [*CHAT[:2], *given[:2], *CHAT[2:4]]:  # the end of a given turn is given
-        (row,), _ = load(tmp_path, [{"messages": chat}], tokenizer, [user, end])
-        said = [i for i, here in zip(*row.target, strict=True) if here]
-        assert said == (one + [user]) * (len(chat) // 2 - 2 - (chat is given)) + two + [end]
+    user, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"])
+    (row,), _ = rows_of(tmp_path, [{"messages": CHAT[:4]}], tokenizer, [user, end])
+    assert said_of(row, tokenizer) == f"13<|user|>{CHAT[3]['content']}<|endoftext|>"
     with pytest.raises(SettingsError, match="which is no end of a turn"):
-        load(tmp_path, [{"messages": CHAT[:4]}], tokenizer, [end])
+        rows_of(tmp_path, [{"messages": CHAT[:4]}], tokenizer, [end])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_in_one_sentence(tmp_path):
-    """Qwen3's drops the thoughts of earlier turns. One turn is no trouble."""
-    tokenizer = tokenizer_of("<|im_start|> <|im_end|>", template(
-        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", "<|im_start|>assistant\n{% if not loop.last %}"
-        "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>"
-        "\n", "<|im_start|>assistant\n"))
-    thought = [CHAT[0], {"role": "assistant", "content": "<think>a</think>13"}]
-    (row,), _ = load(tmp_path, [{"messages": thought}], tokenizer)
-    assert all(row.target[1])
-    with pytest.raises(SettingsError, match="row 2.* rewrites '<think>a</think>13' before .* Would"
-                       " work: one row for each turn"):
-        load(tmp_path, [{"messages": thought}, {"messages": thought + CHAT[2:4]}], tokenizer)
-
-
-def one_word(text: str) -> str:
-    return "".join(text.split())
-
-
-@pytest.mark.parametrize("traits", itertools.product((False, True), repeat=4))
-def test_a_turn_may_begin_with_what_the_template_writes(tmp_path, traits):
-    """All words are learned, or a sentence says why not, and what would work works: R1-Distill's
-    and QwQ's templates had one sentence for three causes, and its way out was the row itself."""
+@pytest.mark.parametrize("traits", [*itertools.product((False, True), repeat=4)])
+def test_all_words_are_learned_or_a_sentence_says_why_not(tmp_path, traits):
+    """Templates that begin a turn with <think>, drop thoughts of earlier turns, end no turn."""
     tokenizer, seen = with_traits(*traits), set()
-
-    def learned(row) -> str:
-        (made,), _ = load(tmp_path, [row], tokenizer)
-        ids, marks = made.target
-        kept = tokenizer.decode([i for i, mark in zip(ids, marks, strict=True) if mark])
-        return one_word("<think>" * made.prompt.endswith("<think>\n") + kept)
-
     for words, n in itertools.product(("yes", "<think>\nt\n</think>\n\nyes"), (1, 2)):
-        chat = [m for i in range(n) for m in (CHAT[0], {"role": "assistant", "content": words})]
+        chat = [m for _ in range(n) for m in (CHAT[0], {"role": "assistant", "content": words})]
         try:
-            found = learned({"messages": chat})
+            (made,), _ = rows_of(tmp_path, [{"messages": chat}], tokenizer)
+            text = "<think>" * made.prompt.endswith("<think>\n") + said_of(made, tokenizer)
+            text, one = ("".join(it.split()) for it in (text, words))
+            assert one in text and text.count(one.removeprefix("<think>")) == n
         except SettingsError as error:
-            way = str(error).split("row 1: ")[1]
-        else:
-            assert one_word(words) in found
-            assert found.count(one_word(words.removeprefix("<think>"))) == n
-            continue
-        for cause in "rewrites", "leaves out", "begins a turn", "is no end":
-            seen |= {cause} if cause in way else set()
-        if "weight" in way:
-            chat[1] = chat[1] | {"weight": 0}
-            assert one_word(words) in learned({"messages": chat})
-        elif "own text" in way:
-            text = tokenizer.apply_chat_template(chat[:1], tokenize=False,
-                                                 add_generation_prompt=True)
-            rest = words.removeprefix("<think>\n") if traits[0] else words
-            assert one_word(words) in learned({"prompt": text, "completion": rest})
-        else:
-            assert repr(words)[1:-1] in way.split("Would work: ")[1]
-            chat[1] = chat[1] | {"content": "<think>\n" + words}
-            assert one_word(words) in learned({"messages": chat[:2]})
+            assert "Would work: " in str(error)
+            seen |= {cause for cause in ("rewrites", "leaves out", "begins a turn", "is no end")
+                     if cause in str(error)}
     opens, drops, _, ends = traits
-    expected = {"begins a turn": opens, "leaves out": drops,
-                "is no end": not (opens and drops or ends)}
-    assert seen == {cause for cause, there in expected.items() if there}
+    assert seen == {cause for cause, there in {
+        "begins a turn": opens, "leaves out": drops,
+        "is no end": not (opens and drops or ends)}.items() if there}
 
 
-def test_rows_without_a_template_and_what_nobody_answers(tmp_path):
-    tokenizer = tiny.make_tokenizer()
-    rows, note = load(tmp_path, [{"messages": CHAT[:2]}, {"messages": CHAT[:3]}], tokenizer)
-    assert str(rows[0].target) == str(rows[1].target) and "3 to 3 tokens, 6 in all" in note
-    tokenizer.chat_template = None
-    (row,), _ = load(tmp_path, [{"messages": CHAT[:4]}], tokenizer)
-    end = tokenizer.eos_token
-    assert tokenizer.decode(row.target[0]) == (
-        f"13{end}\n\n{CHAT[2]['content']}\n\n{CHAT[3]['content']}{end}")
-    assert sum(row.target[1]) == len(tokenizer(f"13{end}{CHAT[3]['content']}{end}")["input_ids"])
-
-
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path, begins):
-    """"a" and "b" are one token, "ab". The prompt ends with "a", as in a rollout."""
-    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3, "<s>": 4}, [("a", "b")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>")
-    if begins:
-        begin_with(tokenizer, "<s>")
-    start = [4] if begins else []
-    (row,), _ = load(tmp_path, [{"prompt": "ba", "completion": "b"}], tokenizer)
-    assert tokenizer("bab")["input_ids"] == [*start, 1, 2]
-    assert row.prompt_ids == [*start, 1, 0] and row.target == ([1, 3], [True, True])
+QA = {"prompt": "q", "completion": "a"}
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
 @pytest.mark.parametrize("row, words", [
-    ({"prompt": "Sort 31"}, "a row to learn needs messages, or a prompt and a text in one of"),
-    ({"prompt": "x", "answer": "1" * 300}, "--max_tokens 301 keeps it")])
-def test_rows_that_teach_nothing_are_refused(tmp_path, row, words):
-    with pytest.raises(SettingsError, match=words):
-        load(tmp_path, [row], tiny.make_tokenizer())
+    (QA, "a"), ({"prompt": [Q], "completion": [A]}, "a"), ({"question": "q", "answer": "a"}, "a"),
+    ({"problem": "q", "solution": "a", "answer": "7"}, "a"), ({"messages": [Q, A, Q]}, "a"),
+    ({"messages": [Q, A | {"weight": 1}, Q, A | {"weight": False}]}, "a"),
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "a"),
+    ({"prompt": "q"}, "a row to learn needs messages, or a prompt and a text in one of"),
+    ({"question": "q", "answer": 5}, "the answer must be text or a list of"),
+    ({"messages": [Q, A | {"weight": 0}]}, "weight is not 0"),
+    ({"messages": [Q, A | {"weight": 0.5}]}, "message 1 of messages: its weight cannot"),
+    ({"messages": [Q, A | {"mask": 0}]}, "no place for mask"),
+    ({"messages": [Q, A | {"content": "a<|im_end|>b"}]}, "its words hold <|im_end|>"),
+    (QA | {"label": False}, "its label is False"),
+    (QA | {"labels": [-100, 1]}, "its labels is [-100, 1]"),
+    (QA | {"completion": "1" * 300}, "--max_tokens 301 keeps it")])
+def test_forms_of_rows_are_learned_or_refused_by_name(tmp_path, row, words):
+    tokenizer = tiny.make_tokenizer()
+    if words == "a":
+        (made,), note = rows_of(tmp_path, [row], tokenizer)
+        assert said_of(made, tokenizer) == "a<|im_end|>" and "2 in all to learn" in note
+        return
+    with pytest.raises(SettingsError) as error:
+        rows_of(tmp_path, [row], tokenizer)
+    assert words in str(error.value)
 
 
-def test_longer_chats_are_left_out_and_counted(tmp_path):
-    rows = [{"messages": CHAT[:2]}, {"messages": CHAT}]
-    (_, row), _ = load(tmp_path, rows, tiny.make_tokenizer())
+def test_longer_chats_are_left_out_and_another_target_is_another_row(tmp_path):
+    """Without a template an empty line stands around what others say."""
+    tokenizer, rows = tiny.make_tokenizer(), [{"messages": CHAT[:2]}, {"messages": CHAT}]
+    (_, row), _ = rows_of(tmp_path, rows, tokenizer)
     longest = len(row.target[0])
     for limit, kept in (longest, 2), (longest - 1, 1):  # a row of exactly --max_tokens is kept
-        found, note = load(tmp_path, rows, tiny.make_tokenizer(), max_tokens=limit)
+        found, note = rows_of(tmp_path, rows, tokenizer, max_tokens=limit)
         assert len(found) == kept and f"left out: {2 - kept} longer than {limit}" in note
+    before = checkpoint.row_digests([row])
+    row.target[1][-1] ^= True
+    assert checkpoint.row_digests([row]) != before
+    tokenizer.chat_template, end = None, tokenizer.eos_token
+    (row,), _ = rows_of(tmp_path, [{"messages": CHAT[:4]}], tokenizer)
+    assert tokenizer.decode(row.target[0]) == (
+        f"13{end}\n\n{CHAT[2]['content']}\n\n{CHAT[3]['content']}{end}")
+    assert said_of(row, tokenizer) == f"13{end}{CHAT[3]['content']}{end}"
 
 
-# ---- the plan ----
-
-def test_flags_without_use_are_refused():
-    def broken(**flags) -> str:
-        return "\n".join(plan.problems(changed(sft.Args(), lr=1e-3, **flags), 1))
-
-    assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
-    assert "--group must be 1" in broken(group=4)
-    for flag in [{"stop": ("x",)}, {"reply": "x.py:f"}]:  # nobody would listen
-        assert "is for an engine" in broken(**flag)
-    assert "--reward needs --eval_data" in broken(reward=("exact",))
-    assert broken(temperature=0.7) == (
-        "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
-        "--eval_temperature.")
-    assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
-    for flag in ["replay_routing"]:
-        assert f"--{flag} needs an engine" in broken(**{flag: True})
+def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path):
+    """"a" and "b" are one token, "ab". The prompt ends with "a", as in a rollout."""
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    (row,), _ = rows_of(tmp_path, [{"prompt": "ba", "completion": "b"}], tokenizer)
+    assert tokenizer("bab")["input_ids"] == [1, 2]
+    assert row.prompt_ids == [1, 0] and row.target == ([1, 3], [True, True])
 
 
-def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
-    shape, held_out = shape_of("Qwen2.5-0.5B"), dict(eval_data="tiny")
-    for flags, phases, engine in ({}, ["update"], False), (held_out, ["update", "score"], False), (
-            held_out | dict(reward=("exact",)), ["update", "score"], True):
-        made = plan.Plan(changed(sft.Args(), **flags), 2, 1000, 100 if flags else 0)
-        assert list(dict.fromkeys(phase.name for phase in made.phases(64))) == phases
-        assert (plan.Memory(made, shape, 80 * plan.GIB).parts["engine"][0] > 0) == engine
+# ---- the plan, a run
+
+HELD_OUT = dict(eval_data="tiny", reward=("exact",))
 
 
-# ---- a run ----
+@pytest.mark.parametrize("flags, words", [
+    ({}, ""), (HELD_OUT | dict(eval_samples=1, stop=("x",)), ""),
+    (dict(group=4), "--group must be 1: a row has one completion (got 4)"),
+    (dict(stop=("x",)), "--stop is for an engine. Would work: with --eval_data and --reward"),
+    (dict(reward=("exact",)), "--reward needs --eval_data"),
+    (dict(temperature=0.7), "--temperature must be 1: nothing is sampled (got 0.7)"),
+    (dict(target_reward=(0.0, 1.0)), "--target_reward grades rollouts, and sft.py has none")])
+def test_flags_without_use_are_refused(refused, flags, words):
+    args = fakes.args(sft, **flags)
+    assert refused(args, words) and args.needs_engine == (flags.keys() >= HELD_OUT.keys())
 
-def plainly(folder, rows) -> tuple[float, float]:
+
+def plainly(folder, rows) -> tuple[float, float]:  # noqa: F811
     """-log π of a token to learn and the entropy of π there, means over all tokens of all rows, by
     transformers, row by row."""
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(
-        folder)
+    lm, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     found = []
     for row in rows:
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question"]}], tokenize=False,
-            add_generation_prompt=True)
-        ids, start = tokenizer(prompt + row["answer"] + tokenizer.eos_token)["input_ids"], len(
-            tokenizer(prompt)["input_ids"])
+            [{"role": "user", "content": row["question"]}], add_generation_prompt=True,
+            return_dict=False)
+        ids = prompt + tokenizer(row["answer"] + tokenizer.eos_token)["input_ids"]
         with torch.no_grad():
-            logps = lm(torch.tensor([ids])).logits[0, start - 1:-1].log_softmax(-1)  # (n, V)
+            logps = lm(torch.tensor([ids])).logits[0, len(prompt) - 1:-1].log_softmax(-1)  # (n, V)
         found += [(-float(logp[i]), -float((logp.exp() * logp).sum()))
-                  for logp, i in zip(logps, ids[start:], strict=True)]
-    return tuple(sum(numbers) / len(found) for numbers in zip(*found, strict=True))
+                  for logp, i in zip(logps, ids[len(prompt):], strict=True)]
+    return tuple(map(mean, zip(*found, strict=True)))
 
 
-@pytest.mark.parametrize("flags", [["--lr", "3e-3"], ["--lr", "1e-2", "--lora_rank", "8"]])
-def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_exports(tmp_path,
-                                                                                    flags):
-    """Rows of many lengths in several micro-batches: a mean over tokens is not one over rows.
-    Step 1 comes from its checkpoint, and step 2 in both ways, which give the same bytes."""
+def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_exports(
+        real_run, tmp_path):
+    """A real run on two ranks. Rows have many lengths: a mean over tokens is not one over rows. The
+    last export and the last checkpoint's are the same bytes."""
     numbers = (31, 4102, 958, 70, 61524, 8, 77301, 2)
     rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = tiny.ensure(str(ROOT / "runs"))
-    done = script(sft.__file__, "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
-        --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-        --eval_every 1 --save_every 1""".split(), *flags, cwd=tmp_path)
-    for step in ["1"], []:  # the newest
-        script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
-    folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
-    _, last, same = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
-    assert last == same and len(same) > 4
-    lines = map(json.loads, (tmp_path / "runs/x/metrics.jsonl").open())
-    before, middle, after = (row for row in lines if "eval/rows" in row)
-    for row, folder in (before, model), (middle, folders[0]), (after, folders[2]):
-        loss, entropy = plainly(folder, rows)
-        assert row["eval/rows"] == len(rows) and abs(row["eval/loss"] / loss - 1) < 1e-4
-        assert abs(row["eval/perplexity"] / exp(loss) - 1) < 1e-4
-        assert abs(row["eval/entropy"] / entropy - 1) < 1e-4
-    assert after["eval/loss"] + 0.01 < middle["eval/loss"] < before["eval/loss"] - 0.01
-    said = (f"held-out perplexity, before and after: {before['eval/perplexity']:.3f} -> "
-            f"{after['eval/perplexity']:.3f}\n")
-    assert said in done.stdout
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found, _ = real_run(
+        "parts/sft/sft.py", "--data rows.jsonl --eval_data rows.jsonl --steps 2 --batch 8 "
+        "--max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --lr 3e-3 --eval_every 1 "
+        "--save_every 1 --lr_schedule linear")
+    assert [row["lr"] for row in found if "lr" in row] == [3e-3, 1.5e-3]
+    for step in "1", "2":
+        script(ROOT / "tools/export.py", "runs/x", step, cwd=tmp_path)
+    one, two, last = (tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model"))
+    assert all((two / path.name).read_bytes() == path.read_bytes() for path in last.iterdir())
+    found = [row for row in found if "eval/rows" in row]
+    base = tiny.ensure(str(ROOT / "runs"))
+    for row, where in zip(found, (base, one, last), strict=True):
+        loss, entropy = plainly(where, rows)
+        assert row["eval/rows"] == 8 and row["eval/loss"] == pytest.approx(loss, rel=1e-4)
+        assert row["eval/perplexity"] == pytest.approx(exp(loss), rel=1e-4)
+        assert row["eval/entropy"] == pytest.approx(entropy, rel=1e-4)
+    before, middle, after = (row["eval/perplexity"] for row in found)
+    assert before - 0.01 > middle > after + 0.01

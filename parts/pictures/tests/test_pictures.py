@@ -1,0 +1,308 @@
+"""What is seen is what transformers' processor and model see, in trainer and engine. Qwen's
+processor needs torchvision, here too."""
+import io
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import checkpoint
+import fakes
+import families
+import grpo
+import inputs
+import model
+import plan
+import ranks
+from batch import Batch
+from checkpoint import export_model
+from errors import SettingsError
+from examples import squares
+from families import ROOT
+from flags import parse_words
+from learning import difference
+from model_files import family_of, shape_from
+from parts.pictures import kinds, seeing
+from parts.pictures import rows as pictured
+from parts.pictures.engine import HELD, compare_ids, parts_of
+from parts.pictures.eyes import opened
+from pictures_worker import GROUP, Transformers, config_of, fabricate, make_folder, read
+from rollout import Request
+from shapes import shape_of
+from tools import float64
+
+ROW = {"prompt": "q", "image": "a.png"}
+
+
+@pytest.fixture(scope="module", params=kinds.FAMILIES)
+def family(request, tmp_path_factory) -> Path:
+    """The folder of each family's model and pictures."""
+    if request.param != "idefics3":
+        pytest.importorskip("torchvision", exc_type=Exception)
+    return make_folder(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("vision"), "idefics3")
+
+
+def png(image: Image.Image, kind: str = "png", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+# ---- engine, trainer, transformers
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_engine_trainer_and_transformers_see_the_same(family, tp):
+    """On two ranks, after each of three loads, in which the tower changed too: rows with equal ids
+    and other pictures, two pictures in a row, a row without one, completions with the token of a
+    picture, which no engine samples."""
+    out = f"{family}/out{tp}"
+    ranks.script(Path(__file__).with_name("pictures_worker.py"), family, out, tp, ranks=2)
+    found = json.loads(Path(out).read_text())
+    assert len(found) == 3 and np.max(found) < families.ROUNDINGS, found
+
+
+class Spy:
+    """It keeps the gradient of its last step, by name, and whole."""
+
+    def step(self, lr):
+        self.gradient = {name.removeprefix("lm."): model.whole(p.grad).clone()
+                         for name, p in self.parameters.items()}
+        return super().step(lr)
+
+
+def updates(world, folder: Path) -> list:
+    """The gradients of a frozen tower and of a trained one, with two budgets; which modules are
+    sharded; how many values a critic that sees gives."""
+    found, samples, source = [], fabricate(folder), f"{folder}/model"
+    for trains, budget in (False, 120), (True, 1000), (True, 120):
+        args = fakes.args(group=GROUP, max_tokens=10, dtype="float64", update_tokens=budget,
+                          checkpointing=budget == 120, max_grad_norm=0.0, train_vision=trains)
+        own = model.kinds(args, config_of(folder))
+        module = float64.build(own.logprob_model, source, world, args)
+        policy = type("Spied", (Spy, own.policy), {})(module, world, args)
+        if not trains:
+            export_model(policy, source, f"{folder}/same")
+        grpo.learn(args, world, policy, samples, lr=1e-3)
+        found.append(policy.gradient)
+    args = grpo.Args()
+    critic = own.critic(model.build(own.value_model, source, world, args), world, args)
+    micro = Batch(samples).micros(world, [*range(len(samples))], 400, "values")[0]
+    return [found, [name for name, part in module.named_modules() if isinstance(part, FSDPModule)],
+            critic.values(micro).shape == micro.targets.shape]
+
+
+def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
+    """Σ -A log π / all tokens, by transformers in float64, a row at a time; text and tower are
+    sharded, and an export has the files' names and values, bit for bit."""
+    samples, theirs = fabricate(family), Transformers(f"{family}/model")
+    rewards = np.array([s.score.total for s in samples]).reshape(-1, GROUP)
+    tokens = sum(len(s.completion.ids) for s in samples)
+    for A, s in zip((rewards - rewards.mean(1, keepdims=True)).flatten(), samples, strict=True):
+        (-A * theirs.logprobs(s).sum() / tokens).backward()
+    tower = tuple(f"model.{name}." for name in family_of(theirs.lm.config).own.TOWER)
+    for size in 1, 2:
+        gradients, sharded, values = ranks.results(size, updates, family, timeout=400)[0]
+        for found, trains in zip(gradients, (False, True, True), strict=True):
+            right = {name: p.grad for name, p in theirs.lm.named_parameters()
+                     if trains or not name.startswith(tower)}
+            assert found.keys() == right.keys()
+            assert difference(*(torch.cat([g[name].flatten() for name in sorted(right)])
+                                for g in (found, right))) < 1e-12, (size, trains)
+        assert values and len(sharded) == 1 + 2 + 2
+    ours, files = (load_file(family / name / "model.safetensors") for name in ("same", "model"))
+    assert ours.keys() == files.keys() and all(torch.equal(ours[n], files[n]) for n in files)
+
+
+def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family):
+    """What a layer makes of a patch is q, k, v, what attention gives, and of the MLP its inner
+    columns, twice with a gate (Qwen2.5-VL), and hidden: 64 and 128 in these models."""
+    lm, moments = model.skeleton(f"{family}/model"), []
+    shape, kind = shape_from(lm), lm.config.model_type
+    tower = sum(p.numel() for part in family_of(lm.config).parts(lm)[1:] for p in part.parameters())
+    assert (shape.params, shape.tower.params) == (sum(p.numel() for p in lm.parameters()), tower)
+    sizes = vars(shape.tower)
+    assert [sizes[name] for name in ("hidden", "patches", "layers", "deep", "made")] == [
+        64, 4, 2, kind == "qwen3_vl", 5 * 64 + 128 * (1 + (kind == "qwen2_5_vl"))]
+    for trained in False, True:
+        made = plan.Plan(fakes.args(train_vision=trained), 1, 8, 0)
+        moments.append(seeing.SeeingMemory(made, shape, None).parts["moments"][1])
+    assert moments[1] - moments[0] == 8 * tower
+
+
+# ---- pictures and rows
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L", "1", "CMYK"])
+def test_a_picture_is_what_the_server_of_the_exported_model_makes_of_it(mode, folder):
+    """With any opacity, and with a color that stands for none."""
+    from vllm.multimodal.media.image import ImageMediaIO
+    image = Image.open(folder / "a.png").convert("RGBA")
+    image.putalpha(Image.effect_noise(image.size, 90))
+    image = image.convert("RGB" if mode in ("P", "CMYK") else "RGBA").convert(mode)
+    clear = {"transparency": image.getpixel((0, 0))} if mode in ("P", "RGB") else {}
+    made = png(image, "tiff" if mode == "CMYK" else "png", **clear)
+    assert opened(made).tobytes() == ImageMediaIO().load_bytes(made).media.tobytes()
+
+
+def test_a_picture_is_upright_as_transformers_opens_it(tmp_path):
+    """A camera stores what it saw, and beside it in EXIF how it was held: eight ways."""
+    from transformers.image_utils import load_image
+    exif, path = Image.Exif(), tmp_path / "held.png"
+    for exif[0x0112] in range(1, 9):
+        Image.effect_noise((50, 40), 50).convert("RGB").save(path, exif=exif)
+        theirs = load_image(str(path))
+        for source in str(path), path.read_bytes():
+            assert opened(source).size == theirs.size
+            assert opened(source).tobytes() == theirs.tobytes()
+
+
+def test_bytes_and_structs_are_the_picture_and_another_one_is_another_row(folder):
+    """A resume compares rows by the files of their pictures."""
+    whole = (folder / "a.png").read_bytes()
+    for value in whole, {"bytes": whole, "path": None}, {"bytes": None, "path": "a.png"}, "a.png":
+        assert opened(pictured.source_of(value, folder)).tobytes() == opened(whole).tobytes()
+    shutil.copy(folder / "a.png", folder / "e.png")
+    one, = read(folder, {"prompt": "q", "image": "e.png"})
+    (_, before), = checkpoint.row_digests([one])
+    shutil.copy(folder / "b.png", folder / "e.png")
+    (_, after), = checkpoint.row_digests([one])
+    assert before != after
+
+
+def broken(folder: Path) -> None:
+    whole = png(Image.effect_noise((64, 64), 50))
+    for name, made in {"cut": whole[:len(whole) // 2], "text": b"no picture", "empty": b"",
+                       "none": whole[:16] + b"\0" * 8 + whole[24:]}.items():  # it says 0 x 0
+        (folder / f"{name}.png").write_bytes(made)
+    Image.new("1", (10_000, 10_000)).save(folder / "huge.png")
+
+
+@pytest.mark.parametrize("row, words", [
+    *((ROW | {"image": f"{name}.png"}, f"must be a whole .* and .*{name}.png cannot be opened")
+      for name in ("cut", "text", "empty", "none", "huge")),
+    (ROW | {"image": "gone.png"}, "there is no picture .*gone.png"),
+    (ROW | {"image": 3}, "a picture must be a path beside the data, the bytes .*not 3"),
+    ({"prompt": "<image><image>", "image": "a.png"}, "has 2 places <image> and the row 1 pict"),
+    ({"prompt": "see <image>"}, "has 1 places <image> and the row 0 pictures")])
+def test_a_bad_row_is_one_sentence_with_its_number(folder, row, words):
+    broken(folder)
+    with pytest.raises(SettingsError, match=f"rows.jsonl, row 2: .*{words}"):
+        read(folder, ROW, row)
+
+
+def test_a_call_of_the_engine_holds_a_bounded_part_of_the_pixels(folder):
+    """Those of a group count once. An engine with other ids ends the run."""
+    row, = read(folder, ROW)
+    for size, parts in (HELD * 2**29, [12]), (HELD * 2**29 + 1, [3, 3, 3, 3]):
+        requests = [Request(row.prompt_ids, i, row=replace(row, pictures=row.pictures._replace(
+            bytes=size, sources=(name,)))) for name in "abab" for i in range(3)]
+        assert [len(part) for part in parts_of(requests)] == parts
+    compare_ids([Request([1, 2], 0)], [SimpleNamespace(prompt_token_ids=[1, 2])])
+    with pytest.raises(RuntimeError, match="differ in the ids of a prompt with pictures: 1 and 2"):
+        compare_ids([Request([1, 2], 0)], [SimpleNamespace(prompt_token_ids=[1])])
+
+
+# ---- settings and files
+
+@pytest.mark.parametrize("sees, flags, words", [
+    (True, dict(train_vision=True), ""), (True, dict(max_image_tokens=9), ""),
+    (False, dict(train_vision=True), "--train_vision needs a model that sees pictures"),
+    (False, dict(max_image_tokens=64), "--max_image_tokens needs a model that sees pictures")])
+def test_flags_are_for_models_that_see(refused, folder, sees, flags, words):
+    shape = shape_from(model.skeleton(f"{folder}/model")) if sees else shape_of("tiny")
+    assert refused(fakes.args(**flags), words, shape)
+
+
+def load(folder, change=lambda config: None, least=0, most=0):
+    """Eyes of a model whose config.json was changed."""
+    config = config_of(folder)
+    change(config)
+    return kinds.load_eyes("x", f"{folder}/model", config, least, most)
+
+
+def test_what_does_not_fit_a_models_files_is_refused(family, tmp_path):
+    """Limits that leave no size; another model's processor; a teacher that sees in another way; a
+    processor with another chat template, which vllm serve would take."""
+    tiles, source = config_of(family).model_type == "idefics3", f"{family}/model"
+    for least, most, words in [(1, 0, "--min_image_tokens must be 0"), (
+            0, 6, "--max_image_tokens must be at least 7, .*got 6")] if tiles else [
+            (20, 10, "at least 20 and at most 10"), (0, 3, "at least 4 and at most 3")]:
+        with pytest.raises(SettingsError, match=words):
+            load(family, least=least, most=most)
+    with pytest.raises(SettingsError, match="are not the model's"):
+        load(family, lambda config: setattr(config.vision_config, "patch_size", 16))
+    copy = shutil.copytree(source, tmp_path / "model")
+    args = fakes.args()
+    args.teacher = "t"
+    kinds.find_eyes(args, config_of(family), source, str(copy))
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
+    with pytest.raises(SettingsError, match="--teacher t must see as --model"):
+        kinds.find_eyes(args, config_of(family), source, str(tmp_path / "text"))
+    files = inputs.ModelFiles(None, inputs.load_tokenizer("x", str(copy)), str(copy), None)
+    kinds.check_template("x", files)
+    (copy / "chat_template.jinja").unlink()
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": "Other"}))
+    with pytest.raises(SettingsError, match="no chat_template.json"):
+        kinds.check_template("x", files)
+
+
+# ---- the command of EasyR1
+
+def easyr1() -> list[str]:
+    """The words of the command in README.md, from grpo.py on."""
+    page = (ROOT / "parts/pictures/README.md").read_text()
+    command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
+    return shlex.split(command.replace("\\\n", ""))[3:]
+
+
+def test_easyr1s_job_passes_the_checks_and_fits_by_the_plan():
+    args = parse_words(grpo.Args, "", easyr1()[1:])
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064,
+        rope_parameters=squares.ROPE | {"mrope_section": [16, 24, 24]}), vision_config=dict(
+        hidden_size=1280, intermediate_size=3420, depth=32, num_heads=16, out_hidden_size=3584))
+    with torch.device("meta"):
+        shape = shape_from(AutoModelForImageTextToText.from_config(config))
+    assert shape.params == 8_292_166_656  # as the hub says
+    assert not plan.problems(args, 8, 2101, 601, shape)
+    planned = plan.Memory(plan.Plan(args, 8, 2101, 601), shape, 80 * plan.GIB)
+    assert planned.fits, planned.text()
+
+
+def test_easyr1s_job_runs_on_rows_of_its_layout(family):
+    """On two ranks, as one engine."""
+    import pyarrow as pa
+    import pyarrow.parquet
+    tiles = config_of(family).model_type == "idefics3"
+    for split, n in ("train", 8), ("test", 3):
+        rows = [{"images": [{"bytes": (family / f"{'abcd'[i % 4]}.png").read_bytes(),
+                             "path": None}], "problem": f"<image>Find x if y is {i}.",
+                 "answer": "\\frac { 15 } { 2 }"} for i in range(n)]
+        pa.parquet.write_table(pa.Table.from_pylist(rows), family / f"{split}.parquet")
+    words = easyr1()
+    for flag, value in dict(
+            model=family / "model", data=family / "train.parquet", batch=4, steps=2,
+            eval_data=family / "test.parquet", eval_every=1, minibatches=2, max_tokens=12,
+            min_image_tokens=0 if tiles else 9, max_image_tokens=40).items():
+        words[words.index(f"--{flag}") + 1] = str(value)
+    ranks.script(ROOT / words[0], *words[1:], ranks=2, cwd=family)
+    found = [json.loads(line) for line in open(family / "runs/geometry3k/metrics.jsonl")]
+    steps = [row for row in found if "reward/format_boxed" in row]
+    assert len(steps) == 2 and max(row["rollout/logprob_gap_max"] for row in steps) < 1e-4
+    AutoModelForImageTextToText.from_pretrained(family / "runs/geometry3k/model")
