@@ -239,7 +239,7 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 #
 # c: bytes of a number in the computation (--dtype). m: bytes of a trained weight, of its gradient,
 # and of each of its two moments in AdamW. Each formula is an upper bound of what was measured, and
-# at most a third above it (tests/test_memory_tracker.py).
+# at most a third above it (tests/test_memory.py).
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation

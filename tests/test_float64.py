@@ -1,6 +1,6 @@
 """A packed micro-batch is its single rows, to the last digits, in every family.
 
-test_families.py compares them in float32. Here --dtype float64 must mean it: transformers' own code
+test_model.py compares them in float32. Here --dtype float64 must mean it: transformers' own code
 rounds to float32 in places.
 """
 import json
@@ -62,7 +62,7 @@ def alone(folder: str) -> tuple:
     return logprobs.detach(), {n: p.grad for n, p in lm.named_parameters()}
 
 
-# Kinds of layers; test_families.py has every family in float32.
+# Kinds of layers; test_model.py has every family in float32.
 SOME = ("Llama, tied", "Qwen3.5", "Gemma 2", "Gemma 4", "EXAONE 4", "OLMoE", "GPT-2")
 
 
