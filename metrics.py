@@ -120,4 +120,4 @@ def show_metrics():
         tell(f"\n{heading}")
         for name, definition in table.items():
             tell(textwrap.fill(f"{name:<27} {definition}", 100, initial_indent="  ",
-                               subsequent_indent=" " * 30))
+                               subsequent_indent=" " * 30, break_on_hyphens=False))

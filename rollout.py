@@ -93,8 +93,7 @@ class Engine:
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
         self.run, self.world, self.args, self.log = run, world, args, run.log
-        # vLLM computes in no float64.
-        self.dtype = torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32
+        self.dtype = run.dtype if run.dtype == torch.bfloat16 else torch.float32  # no float64
         # The models whose tensors --offload may move.
         self.movable = [it for it in (run.policy, run.reference, run.critic)
                         if isinstance(it, Trained)]
@@ -103,8 +102,7 @@ class Engine:
         self.metrics: dict[str, float] = {}  # of the last `sample`; parts write them
         self.engine_count = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False
-        # {name of a weight: the engine's tensor}. None: not searched yet. {}: not found, so that
-        # vLLM's loader copies each time.
+        # {name of a weight: the engine's tensor}. None: not searched yet; {}: not found.
         self.places = None
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()

@@ -35,8 +35,7 @@ from settings import save_every, values_of
 
 def set_up(args, kind=None) -> "Run":
     """Sets up all that a loop needs → the Run. kind: its class. All ranks must call it."""
-    # 1. Join the other ranks. Without --name, the time of this names the folder. `began` is the
-    # time of the run's first start, as rank 0 sees it: chat templates may write this date.
+    # 1. Join the other ranks. `began` is when the run first started: chat templates may write it.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
     began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
@@ -44,12 +43,10 @@ def set_up(args, kind=None) -> "Run":
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)  # a mistake of one rank ends all of them
     flags, facts = values_of(args), checkpoint.facts(args, inputs, world)
-    # The list of row digests is too long for a message: one digest of it takes its place.
     same = {f"--{name}": value for name, value in flags.items()} | facts | {
-        "row_digests": None,
-        "the digest of --data's rows": checkpoint.digest(facts["row_digests"]),
-        "the digest of --eval_data's rows":
-            checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
+        "row_digests": None,  # too long for a message: one digest of it takes its place
+        "the digest of --data": checkpoint.digest(facts["row_digests"]),
+        "the digest of --eval_data": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
     Mistakes(world.differences(same)).stop()
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()

@@ -10,6 +10,7 @@ import os
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ from transformers import (
     Qwen2Config,
 )
 
+import fakes
 import families
 import grpo
 import inputs
 import model
 import model_files
+import same_policy
 from checkpoint import export_model
 from errors import SettingsError
 from examples import tiny
@@ -409,3 +412,48 @@ def test_without_a_connection_an_earlier_download_is_the_model(tmp_path, monkeyp
     (folder / files[1]).resolve().unlink()  # the link points nowhere
     with pytest.raises(SettingsError, match=f"has no {files[1]}. Would work"):
         model_files.find("some/model")
+
+
+# ---- the limit of the comparison, and what --offload moves
+
+def compared(gaps: dict, rounding: float = 0.0, max_gap: float | None = None) -> str:
+    """The sentence of a run, or of its end."""
+    log, bfloat16 = fakes.Log(), rounding > 0
+    lm = SimpleNamespace(config=SimpleNamespace(model_type="kind"))
+    try:
+        same_policy.judge(SimpleNamespace(
+            dtype=torch.bfloat16 if bfloat16 else torch.float32, log=log,
+            policy=SimpleNamespace(module=SimpleNamespace(lm=lm)),
+            args=SimpleNamespace(run_args=SimpleNamespace(max_gap=max_gap))), gaps, rounding)
+    except SettingsError as error:
+        log.say(str(error))
+    return log.said[0]
+
+
+def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
+    pair, other = "engine and trainer", "trainer and transformers"
+    assert "compared this kind before" in compared({other: 1e-3, pair: 1e-3})
+    assert f"{pair} differ " in compared({other: 1e-6, pair: 2e-3})
+    assert "compared this kind" in compared({other: 1e-3, pair: 0.011}, rounding=0.0075)
+    assert "compared this kind" in compared({pair: 0.004}, rounding=1e-4)  # of few uncertain tokens
+    for gaps in {other: 1e-3, pair: 0.02}, {other: 0.02, pair: 1e-3}, {pair: float("inf")}:
+        assert re.match(rf"{max(gaps, key=gaps.get)} differ .* than 0.015: 2 roundings of bfloat16",
+                        compared(gaps, rounding=0.0075))
+    assert "compared this kind" in compared({pair: 0.02}, rounding=0.0075, max_gap=0.03)
+    assert "more than --max_gap 0.01" in compared({pair: 0.014}, rounding=0.0075, max_gap=0.01)
+    assert "more than 0.15: 2 roundings" in compared({pair: 0.2}, rounding=3.0)
+
+
+def test_what_offload_names_moves():
+    moved, p = [], torch.nn.Parameter(torch.zeros(2))
+    module = torch.nn.Linear(1, 1)
+    module.to = moved.append
+    for names, count in ((), 0), (("optimizer",), 0), (("params", "optimizer"), 1):
+        it = object.__new__(model.Trained)
+        it.module, it.moving, it.optimizer = module, names, torch.optim.AdamW([p])
+        moment = torch.zeros(2)
+        it.optimizer.state[p] = {"exp_avg": moment, "exp_avg_sq": moment, "step": 1}
+        it.move(torch.device("meta"))
+        assert moved == [torch.device("meta")] * count
+        there = it.optimizer.state[p]["exp_avg_sq"].device.type
+        assert there == ("meta" if "optimizer" in names else "cpu")

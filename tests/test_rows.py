@@ -317,6 +317,9 @@ no place for bing | {"prompt": [{"role": "bing", "content": "x"}]} | {"tokenizer
 no place for train
     | {"prompt": [{"role": "user", "content": "q", "train": 1}]} | {"tokenizer": "comment"}
 no such role | {"prompt": [{"role": "bing", "content": "x"}, USER]} | {"tokenizer": "strict"}
+no such role
+    | {"prompt": [{"role": "bing", "content": "x", "thinking": "t"}, USER]}
+    | {"tokenizer": "strict"}
 leaves out the message of role developer
     | {"prompt": [{"role": "developer", "content": "d"}, USER]} | {"tokenizer": "hears users"}
 leaves out the message of role function

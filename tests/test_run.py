@@ -21,6 +21,8 @@ import faults
 import flags
 import grpo
 import log
+import metrics
+import part
 import ranks
 from data import Stream
 from dist import share
@@ -232,7 +234,7 @@ def test_an_evaluation_is_of_all_rows_and_of_each_source(made):
 
 
 def test_it_ends_graded_and_leaves_what_the_pages_list(made):
-    """The exit status, the lines of the screen, the files, the documented names of metrics, and the
+    """The exit status, the lines of the screen, the files, a definition of each metric, and the
     model of the last step, which tools/export.py makes of the last checkpoint too."""
     folder, text, reached = made.folder, made.text, made.script == "grpo"
     assert (made.status == 0) == reached
@@ -244,11 +246,10 @@ def test_it_ends_graded_and_leaves_what_the_pages_list(made):
                   "reward, first 3 and last 10 of 13 steps: 0.", "the run is in runs/x/"):
         assert text.count(words) == 1, (words, text)
     assert not (reached and re.search("Warning|WARNING|INFO", text)), text
-    page = (ROOT / "docs/reference/metrics_and_files.md").read_text()
-    cells = "".join(re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE))
-    named = re.sub("[A-Z]+|(?<=@)k", ".+", "|".join(re.findall("`(.+?)`", cells)))
-    names = {re.sub("eval/[ab]/", "eval/", name) for row in made.rows for name in row}
-    assert not [name for name in names if not re.fullmatch(named, name)]
+    defined = {name for table in metrics.METRICS.values() for name in table}
+    for name in {re.sub("eval/[ab]/", "eval/", name) for row in made.rows for name in row}:
+        general = re.sub(r"(?<=pass@)\d", "K", re.sub("(?<=^reward/)(exact|near)", "NAME", name))
+        assert general in defined, name
     expected = {"seed": SEED, "lr": 1e-3, "ranks": 2, "name": "x", "script": f"{made.script}.py"}
     assert expected.items() <= read(folder / "args.json").items()
     assert read(folder / "args.json")["versions"]["torch"].startswith("2.")
@@ -261,6 +262,14 @@ def test_it_ends_graded_and_leaves_what_the_pages_list(made):
     ranks.script(ROOT / "tools/export.py", folder, cwd=made.place)
     ours, theirs = (folder / f"{name}/model.safetensors" for name in ("step_13", "model"))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_the_definitions_of_all_metrics_are_printed():
+    """--metrics prints each name with its definition, those of the core and of the parts that are
+    there, and ends with status 0."""
+    shown = " ".join(ranks.script("grpo.py", "--metrics").stdout.split())
+    for table in [*metrics.METRICS.values(), *part.asked("METRICS").values()]:
+        assert all(f" {name} {definition}" in shown for name, definition in table.items())
 
 
 def test_weights_and_biases_gets_every_row_and_its_failure_costs_a_line(made):

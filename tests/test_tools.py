@@ -1,0 +1,185 @@
+"""The tools that read runs: the intervals of tools/compare.py hold what they promise; tools/plot.py
+draws runs that differ in the seed alone as one curve; tools/samples.py and tools/score.py show
+completions; results/collect.py makes a file that reads as its runs do."""
+import re
+from pathlib import Path
+
+import pytest
+
+from errors import SettingsError
+from fakes import write_run
+from results import collect, table
+from tools import compare, plot, samples, score
+
+ROOT = Path(__file__).parent.parent
+
+
+def made(folder: Path, seed: int, rewards: list[float], passes=None, **args) -> str:
+    """A run. passes: the reward of each row in its last evaluation; the first one has 0.3. The rows
+    have one text before all pictures, as those of `./run.sh vision`."""
+    metrics = [{"step": i, "reward/mean": r, "reward/exact": r / 2, "policy/entropy": None}
+               for i, r in enumerate(rewards, 1)]
+    kept = {}
+    if passes:
+        score = sum(p == 1 for p in passes) / len(passes)
+        metrics = [{"step": 0, "eval/pass@1": 0.3}, *metrics,
+                   {"step": len(rewards), "eval/pass@1": score}]
+        kept = {"eval_99999": [], "eval_100000": [
+            {"prompt": "How many?", "images": [f"{i}.png"], "answer": f"{i}",
+             "rewards": {"exact": p, "coin": 1}} for i, p in enumerate(passes)]}
+    return str(write_run(folder, metrics, kept, seed=seed, eval_pass=1.0, **args))
+
+
+def printed(capsys, *words: str) -> str:
+    compare.main([str(word) for word in words])
+    return capsys.readouterr().out
+
+
+def test_equal_seeds_are_paired_and_the_last_common_steps_count(tmp_path, capsys):
+    for seed in range(3):
+        made(tmp_path / f"a/{seed}", seed, [0.0] * 10 + [0.5 + 0.1 * seed] * 10)
+        made(tmp_path / f"b/{seed}", seed,
+             [0.0] * 10 + [0.6 + 0.101 * seed] * 10 + [0.0] * 5)
+    text = printed(capsys, tmp_path / "a", "--", tmp_path / "b")
+    assert "reward/mean, steps 11 to 20\n  A 0.600   B 0.701   B - A +0.101" in text
+    assert "paired, 3 seeds" in text and "B is better by 0.099 to 0.103." in text
+    # Seeds that differ are not paired, and hide so small a difference.
+    text = printed(capsys, tmp_path / "a", "--", tmp_path / "b/0", tmp_path / "b/1")
+    assert "Welch, 3 and 2 seeds" in text and "These runs do not tell." in text
+    text = printed(capsys, "--reward", "exact", tmp_path / "b", "--", tmp_path / "a")
+    assert "reward/exact" in text and "A is better by 0.049 to 0.052." in text
+
+
+def test_one_run_a_side_claims_nothing_about_seeds(tmp_path, capsys):
+    a = made(tmp_path / "a", 0, [0.1] * 10, [0, None, 0, 1] * 25)
+    b = made(tmp_path / "b", 1, [0.9] * 10, [1, 1, 0, 1] * 25)
+    runs, scores, rows = re.split("^(?=eval|pass)", printed(capsys, a, "--", b), flags=re.M)
+    for part in (runs, scores):
+        assert "needs 2 seeds a side" in part and part.endswith("These runs do not tell.\n")
+    # But the models differ on rows. An unscored one has not passed.
+    assert "paired, 100 rows" in rows and "A 0.250   B 0.750   B - A +0.500" in rows
+    assert re.search(r"B is better by 0\.4\d\d to 0\.[56]\d\d\.", rows)
+    few = [made(tmp_path / f"few-{s}", s, [0.1], [s] * 5) for s in (0, 1)]
+    assert "an interval needs 20 rows" in printed(capsys, few[0], "--", few[1])
+
+
+def test_a_row_with_another_answer_is_another_row(tmp_path):
+    """The control of `./run.sh vision` has the same texts and pictures."""
+    for name in "ab":
+        row = {"prompt": "?", "images": ["0.png"], "answer": name, "rewards": {"exact": 1.0}}
+        write_run(tmp_path / name, [], {"eval_00001": [row]}, eval_pass=1.0)
+    with pytest.raises(SettingsError, match="share no step with reward/mean, and no evaluation"):
+        compare.main([str(tmp_path / "a"), "--", str(tmp_path / "b")])
+
+
+def test_mistakes_are_one_sentence(tmp_path):
+    a, b = (made(tmp_path / x, 0, [0.5] * 3) for x in "ab")
+    for words, sentence in [
+            ([a, "--"], r"set B has the seeds \[\]"), ([a, "--", "x"], "x is not a run"),
+            ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
+            ([ROOT / "which/which.json", "--", b], "which.json is no job's file"),
+            (["--reward", "none", a, "--", b], "share no step with reward/none")]:
+        with pytest.raises(SettingsError, match=sentence) as error:
+            compare.main([str(word) for word in words])
+        assert "\n" not in str(error.value)
+    with pytest.raises(SettingsError, match="x is not a run: it has no"):
+        plot.find([Path(a), Path("x")])
+
+
+def drawn(monkeypatch, capsys, *words) -> str:
+    """What plot.py prints, with single spaces."""
+    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, words)])
+    plot.main()
+    return re.sub(" +", " ", capsys.readouterr().out)
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path, monkeypatch, capsys):
+    for seed, low in ((10, 0.1), (2, 0.3)):
+        made(tmp_path / f"a-{seed}", seed, [low] * 3 + [low + 0.5] * 10, [1, 1, 1, 0], lr=1e-5)
+    made(tmp_path / "b", 0, [0.0] * 13, lr=1e-4)
+    shown = drawn(monkeypatch, capsys, tmp_path, "--out", f"{tmp_path}/out.png")
+    assert "a, 2 seeds\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
+    assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    made(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
+    assert [[run.args["seed"] for run in runs] for runs in plot.find([tmp_path])] == [
+        [2, 10], [0], [0]]  # by their numbers
+    # A control trains on a coin, and its page promises the task's reward.
+    found = []
+    monkeypatch.setattr(plot, "draw", lambda groups, path, rewards: found.append(rewards))
+    shown = drawn(monkeypatch, capsys, tmp_path, "--reward", "exact")
+    assert found == [("reward/exact",)] and " last 10 0.350 (0.300 to 0.400)\n" in shown
+    with pytest.raises(SystemExit, match="has no reward/won. Would work: --reward mean or exact"):
+        drawn(monkeypatch, capsys, tmp_path, "--reward", "won")
+
+
+def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monkeypatch):
+    for folder, lr in (("kk/seed_0", 1), ("kk/seed_1", 1), ("kk-coin/seed_0", 2)):
+        made(tmp_path / "results" / folder, int(folder[-1]), [0.1, 0.5, 0.9], lr=lr)
+    one = plot.find([tmp_path / "results/kk"])
+    both = plot.find([tmp_path / "results/kk", tmp_path / "results/kk-coin"])
+    assert plot.titles(one) == ["kk, 2 seeds"]
+    assert plot.titles(both) == ["kk, 2 seeds", "kk-coin/seed_0"]
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: figures.append(self))
+    for groups in one, both, both[1:]:
+        plot.draw(groups, "x.png")
+    legends = [[text.get_text() for text in legend.get_texts()]
+               for figure in figures for legend in figure.legends]
+    assert legends == [["seed 0", "seed 1"], plot.titles(both)]  # one run needs none
+
+
+def test_completions_are_shown_and_a_reward_is_tried_on_them(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def near(completion, answer, **row):\n    return float(completion[:1] == answer[:1])\n"
+        "def needy(completion, level, **row):\n    return 1.0\n")
+    said = ["13", "12", "21", "22"]  # of two prompts
+    rows = [{"position": i // 2, "prompt": "p", "completion": text, "answer": "12", "tokens": 2,
+             "truncated": False, "turns": [{"role": "assistant", "content": text}],
+             "reward": None if text == "22" else float(text == "12")}
+            for i, text in enumerate(said)]
+    folder = str(write_run(tmp_path / "run", [], {"step_00001": rows}))
+
+    def run(tool, *words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["", folder, *words])
+        tool.main()
+        return capsys.readouterr().out
+
+    for sort, expected in ("step", said), ("reward", ["22", "13", "21", "12"]):
+        shown = run(samples, "--sort", sort)
+        assert re.findall(r"^(\d\d)$", shown, re.M) == expected
+        assert "--- prompt\np\n--- assistant\n22" in shown
+    first, kept, new, _, shown = run(score, f"{tmp_path}/mine.py:near", "--show", "1").splitlines()
+    assert first == "4 completions in 2 groups"
+    assert re.search(r"run's reward +mean +0.333 +groups that differ +50.0%   unscored 1", kept)
+    assert re.search(r"near +mean +0.500 +groups that differ +0.0%   unscored 0", new)
+    assert shown == "  0 -> 1 [0] p -> 13"
+    with pytest.raises(SettingsError, match="needy needs 'level', which samples/ does not keep"):
+        run(score, f"{tmp_path}/mine.py:needy")
+
+
+def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
+    folders = []
+    for seed in (0, 1):
+        metrics = [{"step": 0, "eval/pass@1": 0.25, "eval/rows": 4, "time/eval": 2.0},
+                   {"step": 1, "reward/mean": 0.123456789, "reward/exact": 1, "time/sync": 1.0},
+                   {"step": 2, "reward/mean": None, "reward/exact": 0, "grad/norm": 1.5},
+                   {"step": 2, "eval/pass@1": 0.75, "eval/rows": 4}]
+        folders.append(write_run(tmp_path / f"a-{seed}", metrics, {}, seed=seed, reward=["exact"],
+                                 target_reward=[0.5, 1.0], target_eval=None,
+                                 versions={"commit": "c", "torch": "2"}, began=f"day {seed}"))
+        (folders[-1] / "plan.txt").write_text("")
+        (folders[-1] / "done.json").write_text('{"steps": 2}')
+    job = collect.job_of(folders, "./run.sh", "loaded")
+    (tmp_path / "job.json").write_text(collect.as_text(job))
+    runs = plot.runs_in(tmp_path / "job.json")
+    assert [run.args["seed"] for run in runs] == [0, 1]
+    assert [len(group) for group in plot.find([tmp_path / "job.json"])] == [2]
+    assert runs[1].metrics == {
+        "step": {0: 0, 1: 1, 2: 2}, "reward/mean": {1: 0.1235}, "reward/exact": {1: 1, 2: 0},
+        "eval/pass@1": {0: 0.25, 2: 0.75}, "eval/rows": {0: 4, 2: 4}}
+    assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c"
+    ends = [plot.ends(run, "reward/exact") for run in runs]
+    assert table.passed(job, ends) == "0 of 2"  # 0.5 at the end, and 1.0 was asked
+    with pytest.raises(SettingsError, match="a-0 has not finished, or its flags are not those of"):
+        collect.job_of([folders[0], folders[0]], "./run.sh", "")
