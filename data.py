@@ -319,7 +319,10 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
     if not found:
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
     with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
-        rows = list(getattr(load_file(found[0].resolve()), name)(seed))
+        function = vars(load_file(found[0].resolve())).get(name)
+        if function is None:
+            raise ValueError(f"{path} has no {name}")
+        rows = list(function(seed))
         wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
         if wrong:
             raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")

@@ -110,6 +110,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     notes += [f"--{flag} has {what_is_read(found)}"
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
+    notes += what_is_shared(rows if trains else [], eval_rows)
     rewards.check_rows(needs, everything if trains else eval_rows)
     rewards.try_once(args, everything if trains else eval_rows, waits, notes)
     ask("check", args, files, everything)
@@ -149,6 +150,14 @@ def what_is_read(rows: list[data.Row]) -> str:
     if common:
         found.append("answers without a digit: " + ", ".join(common))
     return "; ".join(found)
+
+
+def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row]) -> list[str]:
+    """Returns a sentence if rows of the evaluation are rows of the training too, because then its
+    result says little about other rows."""
+    known = {repr((row.prompt_ids, row.columns)) for row in rows}
+    n = sum(repr((row.prompt_ids, row.columns)) in known for row in eval_rows)
+    return [f"{n:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data too"] * (n > 0)
 
 
 # ---- the model ----

@@ -419,8 +419,8 @@ class Memory:
     # ---- in words ----
 
     def sentence(self) -> str:
-        """Says in a sentence that the run fits; or what does not, and the first change that helps
-        among those that cost time alone and change no number."""
+        """Returns a sentence: that the run fits; or what does not fit, and the first change that
+        would help, of those that cost only time and change no number."""
         column = self.sums.index(max(self.sums))
         when, total = ("rollout", "training")[column], self.sums[column] / GIB
         whose = "per GPU" if self.card else "free per rank"
@@ -453,7 +453,7 @@ class Memory:
                  *(f"    {name:<14}{a:>10}{b:>10}" for name, (a, b) in rows.items()),
                  f"    {self.shape.params:,} parameters, {self.trained:,} are trained"]
         if self.args.needs_engine:
-            lines.append(f"    the engine's cache holds {self.holds:,} of the longest sequences "
-                         f"({self.plan.longest:,} tokens); one call asks for "
+            lines.append(f"    the engine computes at most {self.holds:,} of the longest sequences "
+                         f"({self.plan.longest:,} tokens) at once; one call asks for "
                          f"{self.plan.requests:,}")
         return "\n".join(lines)

@@ -82,6 +82,7 @@ def page(rows: list[dict], specs: list[str], show: int) -> str:
     if error:
         lines.append(f"the first that has no score: {error}")
     most = sorted(both, key=lambda i: -abs(new[i] - kept[i]))[:show]
+    most = [i for i in most if new[i] != kept[i]]
     lines += ["the largest differences:"] if most else []
     lines += [f"  {kept[i]:g} -> {new[i]:g} {log.short(rows[i]).lstrip()}" for i in most]
     return "\n".join(lines)
