@@ -30,12 +30,14 @@ SIZES = learning.SIZES | dict(hidden_size=16, intermediate_size=24, head_dim=8,
 
 
 def plainly(sample: Sample) -> reference.Completion:
-    """The same for the reference."""
+    """The same for the reference. Its rewards are exact: it has no equality up to rounding."""
     completion = sample.completion
+    reward, *parts = (x if x is None else round(x, 9) for x in (
+        sample.score.total, *sample.score.parts.values()))
     return reference.Completion(
         sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
         completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        None if sample.score.total is None else round(sample.score.total, 9), sample.score.parts,
+        reward, dict(zip(sample.score.parts, parts, strict=True)),
         [turn["paid"] for turn in getattr(completion, "turns", ())],
         np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
             completion.tokens).tolist())
