@@ -24,7 +24,6 @@ from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from family_cases import CASES, make
 from forked import PYTHON
-from ranks import on_ranks
 from rewards import Score
 from rollout import Engine, Request
 from same_policy import compare_policies
@@ -180,6 +179,7 @@ def gaps(folder: str, found) -> tuple[float, float, float]:
 
 def with_engine(name: str, options: dict | None = None) -> tuple[float, float, float] | str:
     """`gaps` of a model, with an engine on each of two ranks; or the error with which it ends."""
+    from ranks import on_ranks  # it sets what multiprocessing starts, so a worker may not import it
     with tempfile.TemporaryDirectory() as folder:
         make(name, f"{folder}/model", options)
         (kind, found), _ = on_ranks(2, three_steps, f"{folder}/model", True)
