@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a machine has GPUs
 os.environ["PYTHON_EXEC"] = str(Path(__file__).parent / "python")  # torchrun's ranks: forked.py
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
+os.environ.pop("STARTED_AS", None)  # ./run.sh test's own: a run would print it as its command
 
 # tyro reads the source of each class of flags again in each call: half of its time.
 _ClassTokenization.make = cache(_ClassTokenization.make)

@@ -57,6 +57,10 @@ def args(script="grpo", **flags):
     return changed(SCRIPTS.get(script, script).Args(lr=1e-3), **flags)
 
 
+def rows(n: int) -> list[Row]:
+    return [Row(i, f"p{i}", [i], "a", {}, "rows") for i in range(n)]
+
+
 def completion(n: int = 3, sampled=None, **more) -> Completion:
     return Completion(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), False, sampled, **more)
 

@@ -95,7 +95,7 @@ def test_engine_and_trainer_take_turns_on_a_gpu(monkeypatch):
     after its new weights: else both are there at once, and do not fit."""
     engine, seen = fakes.engine_of(), mock.MagicMock()
     vars(engine).update(on_gpu=True, asleep=True, sleep_level=2, llm=seen.llm,
-                        trained=[seen.trainer])
+                        movable=[seen.trainer])
     monkeypatch.setattr(torch.cuda, "synchronize", seen.wait)
     monkeypatch.setattr(torch.cuda, "empty_cache", seen.empty)
     for _ in range(2):
