@@ -514,7 +514,7 @@ def without(): return [{"prompt": "a"}]
 
 
 @pytest.mark.parametrize("name, words", [
-    ("empty", "it gave none"), ("broken", "(7)"), ("gone", "no attribute 'gone'"),
+    ("empty", "it gave none"), ("broken", "(7)"), ("gone", "has no gone"),
     ("texts", "row 2 is 'b', which is no dict"), ("without", "takes 0 positional arguments but 1")])
 def test_a_function_of_a_seed_gives_the_rows_or_a_sentence_names_it(tmp_path, name, words):
     """It returns or yields dicts, in the place of a file; --data FILE.py:NAME."""

@@ -265,7 +265,7 @@ def test_what_does_not_fit_a_models_files_is_refused(family, tmp_path):
 def easyr1() -> list[str]:
     """The words of the command in geometry3k.sh, from grpo.py on."""
     script = (ROOT / "parts/pictures/geometry3k.sh").read_text()
-    return shlex.split(script[script.index("grpo.py --model"):])
+    return shlex.split(script[script.index("grpo.py --model"):].replace("\\\n", ""))
 
 
 def test_easyr1s_job_passes_the_checks_and_fits_by_the_plan():
