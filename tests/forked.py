@@ -233,8 +233,9 @@ def become(request: dict, files: list[int]) -> None:
         traceback.print_exc()
     threading._shutdown()  # the end of an interpreter, without its walk through all objects
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in sys.stdout, sys.stderr:
+        if not stream.closed:  # what captures output may have closed it
+            stream.flush()
     os._exit(status or 0)
 
 
