@@ -23,6 +23,7 @@ import inputs
 from data import DataArgs, Row, Stream
 from errors import SettingsError
 from examples import convert, countdown, tiny
+from messages import answer_of, message_of
 from tables import table
 
 TEMPLATE = (
@@ -57,7 +58,7 @@ def make_tokenizer(template=TEMPLATE):
     return made
 
 
-TOKENIZER, PLAIN = make_tokenizer(), make_tokenizer(tiny.CHATML)
+TOKENIZER = make_tokenizer()
 
 
 def store(folder: Path, kind: str, rows: list[dict]) -> str:
@@ -113,10 +114,6 @@ def user(text="q"):
 
 def said(text="A", **more):
     return {"role": "assistant", "content": text} | more
-
-
-def call(arguments, **more):
-    return {"type": "function", "function": {"name": "f", "arguments": arguments}} | more
 
 
 def schema(name, **properties):
@@ -355,20 +352,18 @@ alpaca | alpaca | {"instruction": "q", "input": "x", "output": A, "history": [["
      {"role": "user", "content": "q\nx"}, SAID]
 """)} | {f"axolotl, {key}": (
     "chats", {"messages": [user(), said("no", **{key: False}), user(), said()]},
-    [user(), said("no"), user(), said()]) for key in convert.WEIGHTS}
+    [user(), said("no", weight=0), user(), said()]) for key in convert.WEIGHTS}
 
 
-def converted(tmp_path, name: str, load) -> tuple[Row, list[dict]]:
-    """Returns a row of another system, which is refused as it is, and its messages."""
-    form, stored, messages = ELSEWHERE[name]
-    assert refusal(load, stored, tmp_path)
-    return of(load, getattr(convert, form)(stored), tmp_path), messages
-
-
-def test_a_form_of_another_system_is_refused_and_converted(tmp_path):
-    """pandas writes objects as Python's text. The other forms are answered: parts read them."""
-    row, messages = converted(tmp_path, "pandas", asked)
-    assert row.prompt == template(messages) and row.answer == "5"
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_form_of_another_system_is_refused_and_converted(tmp_path, name):
+    """Roles, calls, turns that are not learned and pandas' texts of objects become messages of
+    OpenAI's form."""
+    form, stored, right = ELSEWHERE[name]
+    assert refusal(asked, stored, tmp_path)
+    made = getattr(convert, form)(stored)
+    assert [message_of(m) for m in made.get("messages") or made["prompt"]] == right
+    assert answer_of(made)[1] == ("5" if name == "pandas" else None)
 
 
 # ---- what a run says of its rows
