@@ -50,8 +50,9 @@ PROMISES = {
         [("one minibatch", "another order")], "a tensor in another order"),
     "single sequences: one at a time, not packed": (
         [("base", "one by one")], "a loss that reads other rows"),
-    "other groups: not in a gradient, but by losses.whiten": (
-        [("group 0", "others altered")], "a mean over all groups"),
+    "other groups: in no gradient but through losses.whiten": (
+        [("group 0", "others altered")],
+        "a mean over all groups, not by losses.whiten or losses.batch_std"),
     "a resumed step: from a checkpoint, on 3 ranks": (
         [("two steps", "resumed")], "state outside of models and optimizers")}
 
@@ -110,7 +111,8 @@ def shrunk(args):
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
                  epochs=2 if args.minibatches == 1 else min(args.epochs, 2), max_tokens=LONGEST,
                  dtype="float64", shard_size=0, offload=(), cpu_offload=False, max_grad_norm=0.0)
-    print("tried: `learn`, one update. Not tried: `train`, the loop around it. With:", sizes)
+    print("tried: one call of `learn`, with several updates, so that ratios are not 1. Not tried: "
+          "`train`, the loop around it. Changed for it, the rest is yours:", sizes)
     return budget(changed(args, **sizes), 1 << 20)
 
 
@@ -276,7 +278,8 @@ def judge(pairs, outcomes: dict) -> tuple[float, str]:
             return math.inf, f"no gradient in {first} or in {second}"
         for what, a in one.items():
             figure = float((a - other.get(what, math.nan)).norm() / (a.norm() or 1.0))
-            found.append((figure if math.isfinite(figure) else math.inf, f"{what} of {second}"))
+            where = f"the {what} in the trial '{second}'"
+            found.append((figure if math.isfinite(figure) else math.inf, where))
     return max(found)
 
 
@@ -299,6 +302,8 @@ def prove(file, args) -> bool:
         if figure > LIMIT:
             verdict, broken = f"falls short: {what}. Is there {mistake}?", True
         print(f"{text:<54} {figure:>5.0e}  limit {LIMIT:.0e}  {verdict}")
+    if broken:
+        print("One mistake often breaks several promises: begin with the first that falls short.")
     return not broken
 
 

@@ -2,7 +2,8 @@
 
 Loss: f(logp, old, A, row, *, n_rows, engine_logprobs, draws, clip_low, clip_high, dual_clip) →
 token_loss, metrics; all are (n,), but for the number of rows and the bounds. draws() gives each
-token a random number, the same in any order. Advantage: f(rewards (N,), group, *, scored (N,) bool,
+token a random number, the same in any order. A loss gets completions whose advantages are 0 too.
+dual_clip: None unless it is given. Advantage: f(rewards (N,), group, *, scored (N,) bool,
 eps, parts {name: (weight, (N,))}, trained (N,) bool, row (M,), lengths (N,), old_logprobs (M,),
 engine_logprobs (M,), batch) → (N,) float64, 0 where not scored. parts: the rewards of --reward, NaN
 where one does not apply. batch: the batch.Batch of the step.
