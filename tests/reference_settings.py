@@ -92,6 +92,7 @@ grpo group=5 ranks=2 steps=2 rewards=binary advantage=variants/pass_at_k.py:pass
 grpo group=4 loss=tests/often.py:clip_cov engine_correction=truncate {TIGHT}
 grpo group=3 loss=tests/often.py:geometric entropy_coef=0.2 {TIGHT}
 grpo group=3 minibatches=30
+grpo group=1 ranks=2 advantage=reinforce++ kl_reward_coef=0.2
 ppo group=1 ranks=2 minibatches=30
 ppo group=1 ranks=3 steps=2 critic_warmup_steps=1
 ppo group=1 ranks=4 shard_size=2 lm=untied/ value_clip=0.02 epochs=3 {TIGHT}

@@ -36,6 +36,7 @@ def test_printed_plan():
             "score      64 completions, 16 a rank, in at most 1 round of 42 x 768 tokens (budget ",
             "evaluation 7 rows x 2 = 14 requests, 7 an engine"):
         assert words in text
+    assert "but --data" not in text
     assert "3 prompts x 1 completions = 3" in few and "(--batch 8, but --data has only 3" in few
     assert re.search("update     3 completions, 0 or 1 a rank, .*; padding: 1 row\n", few)
 
