@@ -40,9 +40,9 @@ PROMISES = {
     "The engine is the policy": "engine model",
     "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards numbers",
     "Each row and template is read as transformers reads it, or refused": "rows ends",
-    "A run does what its flags say, and shows what it did": "run tools tiny nano",
+    "A run does what its flags say, and shows what it did": "run compare tiny nano",
     "No rank decides alone, and a rank that fails ends all": "dist",
-    "The pages are true, and their commands run": "pages exercises",
+    "The pages are true, and their commands run": "pages exercises bench_gpu host",
     "The code is written to be read, in layers": "style"}
 
 
