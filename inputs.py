@@ -153,11 +153,13 @@ def what_is_read(rows: list[data.Row]) -> str:
 
 
 def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row]) -> list[str]:
-    """Returns a sentence if rows of the evaluation are rows of the training too, because then its
-    result says little about other rows."""
-    known = {repr((row.prompt_ids, row.columns)) for row in rows}
-    n = sum(repr((row.prompt_ids, row.columns)) in known for row in eval_rows)
-    return [f"{n:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data too"] * (n > 0)
+    """Returns a list of one sentence if rows of the evaluation are rows of the training too: then
+    its result says little about other rows. Else the list is empty."""
+    known = {hash(repr(row.digested(str))) for row in rows}
+    shared = sum(hash(repr(row.digested(str))) in known for row in eval_rows)
+    if not shared:
+        return []
+    return [f"{shared:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data too"]
 
 
 # ---- the model ----

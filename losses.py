@@ -264,7 +264,8 @@ def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
 
 def reinforce_loss(logp, old, A, row, **others):
     """Returns the loss of REINFORCE for each token, -A_t * logp_t, and its metrics, for which alone
-    `old` is needed. No ratio corrects a second update with the same completions. https://doi.org/10.1007/BF00992696
+    `old` is needed. No ratio corrects a second update with the same completions.
+    https://doi.org/10.1007/BF00992696
     """
     ratio = (logp - old).exp()
     return -A * logp, ratio_metrics(logp - old, ratio, torch.zeros_like(ratio))

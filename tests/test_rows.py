@@ -414,6 +414,16 @@ def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_p
     assert inputs.what_is_read(made) == words
 
 
+def test_rows_of_the_evaluation_that_are_trained_on_are_counted(tmp_path):
+    """By all that training depends on: another answer makes another row."""
+    rows = [{"prompt": f"q{i}", "answer": f"{i}"} for i in range(5)]
+    one, other = (asked(store(tmp_path, kind, some)) for kind, some in (
+        ("jsonl", rows), ("json", rows[3:] + [{"prompt": "q0", "answer": "9"}])))
+    assert inputs.what_is_shared(one, other) == [
+        "2 of the 3 rows of --eval_data are rows of --data too"]
+    assert inputs.what_is_shared(one, other[2:]) == inputs.what_is_shared(one, []) == []
+
+
 # ---- files, names and functions
 
 LONG, TWO = "x" * 200_000, [{"a": 1}, {"a": 2}]
