@@ -109,7 +109,7 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
   local start=(.venv/bin/torchrun --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script")
   case " $* " in
     *" --help "* | *" -h "*) exec .venv/bin/python "$script" --help ;;  # once
-    *" --plan "*) start=(.venv/bin/python "$script" --ranks "$ranks") ;;
+    *" --plan "* | *" --metrics "*) start=(.venv/bin/python "$script" --ranks "$ranks") ;;
   esac
   # The jobs' own flags come first, so those of the command line win.
   # A machine may not find its own name: torchrun would try again without an end.
