@@ -322,16 +322,20 @@ class Sample:
 class Batch:
     """The N samples of a step in request order, as vectors. It is the same on every rank.
 
-    lengths, tokens (N,): how many tokens each completion has, and how many of these were sampled.
-    places: N index vectors, which together are 0, …, M - 1; places[i] has the indices of the
-    sampled tokens of completion i in an (M,) vector. truncated, scored (N,) bool. rewards (N,)
-    float64, 0 where a completion is not scored. sizes: the Size of each row.
+    tokens (N,): how many tokens of each completion were sampled. all_tokens (N,): the same with
+    those that an environment put between two turns. engine_logprobs (M,): of the sampled tokens, in
+    nats, under the distribution that the engine sampled from. places: N index vectors, which
+    together are 0, …, M - 1; places[i] has the indices of the sampled tokens of completion i in an
+    (M,) vector. truncated, scored (N,) bool. rewards (N,) float64, 0 where a completion is not
+    scored. sizes: the Size of each row.
     """
 
     def __init__(self, samples: list[Sample]):
         self.samples, done = samples, [s.completion for s in samples]
-        self.lengths = torch.tensor([len(c.ids) for c in done]).long()  # (N,)
+        self.all_tokens = torch.tensor([len(c.ids) for c in done]).long()  # (N,)
         self.tokens = torch.tensor([c.tokens for c in done]).long()  # (N,) sampled ones
+        sampled = [torch.from_numpy(c.logprobs[c.sampled]) for c in done]
+        self.engine_logprobs = torch.cat([torch.empty(0), *sampled])  # (M,)
         self.places = self.split(torch.arange(int(self.tokens.sum())))  # N parts of 0, …, M - 1
         self.truncated = torch.tensor([c.truncated for c in done]).bool()  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
@@ -344,11 +348,11 @@ class Batch:
                 owner, last = i, data_row
             self.sizes.append((owner, len(data_row.prompt_ids), len(sample.completion.ids)))
 
-    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def per_token(self, x: torch.Tensor) -> torch.Tensor:
         """Gives each sampled token the value of its completion: (N,) → (M,)."""
         return x.repeat_interleave(self.tokens)
 
-    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Sums the values of the sampled tokens of each completion: (M,) → (N,) float64."""
         sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
         return torch.tensor(sums, dtype=torch.float64)
@@ -363,14 +367,6 @@ class Batch:
         """
         parts = [s.score.parts[name] for s in self.samples]
         return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
-
-    @property
-    def engine_logprobs(self) -> torch.Tensor:
-        """The logprobs of the sampled tokens under the engine's sampling distribution: (M,), in
-        nats.
-        """
-        done = [s.completion for s in self.samples]
-        return torch.from_numpy(np.concatenate([c.logprobs[c.sampled] for c in done]))
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """Returns the row numbers of each optimizer step. The batch is split into `count`
@@ -402,11 +398,11 @@ class Batch:
         micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
         with torch.no_grad():
             found = [forward(micro).cpu() for micro in micros]
-        scores = found[0].new_zeros(int(self.tokens.sum()))
+        scores = found[0].new_zeros(len(self.engine_logprobs))
         for micro, values in zip(micros, found, strict=True):
             scores[micro.places] = values
         world.sum(scores)  # one rank computed each row, the others add zero
-        return torch.where(self.of_rows(among), scores, math.nan)
+        return torch.where(self.per_token(among), scores, math.nan)
 
     def note_advantages(self, advantages, loss_tokens) -> None:
         """Stores in each sample the advantages of its tokens, and their mean if the completion is
@@ -439,21 +435,20 @@ class Micro:
         owners = [batch.sizes[row][0] for row in rows] or [0]
         completions = [torch.from_numpy(c.ids).long() for c in done]
         ids, positions, packed, sources = pack(owners, prompts, completions, device)
-        self.tokens = ids.numel()  # S, of the input
+        self.size = ids.numel()  # S, the number of input tokens
         self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
                        "position_ids": to_device(positions, device)}
         sampled = torch.cat([torch.from_numpy(c.sampled) for c in done])
         self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
         self.targets = to_device(torch.cat(completions)[sampled], device)  # (n,)
-        engine_logprobs = torch.cat([torch.from_numpy(c.logprobs) for c in done])[sampled]
-        self.engine_logprobs = to_device(engine_logprobs, device)  # (n,)
         counts = torch.tensor([c.tokens for c in done])
         # (n,): the completion of each token, counted within `rows`
         self.row = to_device(torch.arange(len(done)).repeat_interleave(counts), device)
         # (n,): the index of each token in an (M,) vector of the batch
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
+        self.engine_logprobs = self.take(batch.engine_logprobs)  # (n,)
 
-    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def per_token(self, x: torch.Tensor) -> torch.Tensor:
         """Gives each of the n tokens the value of its completion: x (N,) of the batch → (n,)."""
         return to_device(x[self.rows], self.device)[self.row]
 

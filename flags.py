@@ -111,7 +111,7 @@ TAKES = {  # arguments of such a function: the positional ones, and those by nam
                                    "engine_logprobs batch")}
 
 
-class Own(NamedTuple):
+class Chosen(NamedTuple):
     """A function of --loss or --advantage, from a file or built in, and what its file says of
     it."""
     function: Callable
@@ -122,11 +122,11 @@ class Own(NamedTuple):
 
 
 @cache
-def own(flag: str, spec: str) -> Own:
+def chosen(flag: str, spec: str) -> Chosen:
     """Loads what --loss or --advantage names. The result is cached. SettingsError: the file cannot
     be loaded, has no such function, or the function takes other arguments than TAKES."""
     if spec in NAMES[flag]:
-        return Own(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
+        return Chosen(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
     path, name = find(flag, spec)
     try:
         module = load_file(path)
@@ -145,7 +145,7 @@ def own(flag: str, spec: str) -> Own:
             f"{', '.join(by_name)}); **others may stand for some of the last ({why}).") from error
     known = {name.lower(): vars(module)[name] for name in ("refuses", "PER", "LEAST")
              if name in vars(module)}
-    return Own(function, uses_old="old_logprobs" in signature.parameters, **known)
+    return Chosen(function, uses_old="old_logprobs" in signature.parameters, **known)
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -172,7 +172,7 @@ def rules(args):
     for flag, names in NAMES.items():
         spec = getattr(args, flag)
         try:
-            one = own(flag, spec)
+            one = chosen(flag, spec)
         except SettingsError as error:
             yield str(error)
             continue

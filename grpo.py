@@ -66,7 +66,7 @@ class Args(flags.LossArgs, CommonArgs):
     @property
     def advantage_uses_old(self) -> bool:
         """Whether an advantage depends on log-probs from before the update."""
-        return self.kl_reward_coef > 0 or flags.own("advantage", self.advantage).uses_old
+        return self.kl_reward_coef > 0 or flags.chosen("advantage", self.advantage).uses_old
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -157,7 +157,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # of the weights below. But a KL or entropy term acts on every token in the loss, and so may a
     # loss of --loss FILE.py:NAME.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
+    size = batch.sum_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
     learns = ((size > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
         with phase("score"):
@@ -170,7 +170,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     meter = Meter(world)
-    policy_loss = flags.own("loss", args.loss).function  # a built-in one too
+    policy_loss = flags.chosen("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -190,7 +190,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     micro, args.temperature, args.entropy_coef != 0)  # (n,)
                 old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()
                 A = micro.take(advantages).to(logp.dtype)  # (M,) → (n,)
-                w = micro.of_rows(weights)  # (N,) → (n,)
+                w = micro.per_token(weights)  # (N,) → (n,)
                 engine = micro.engine_logprobs
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
@@ -234,7 +234,7 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
     """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…,
     which count why some have none."""
     scored = batch.scored  # (N,) bool
-    least = flags.own("advantage", args.advantage).least  # scored ones that a group must have
+    least = flags.chosen("advantage", args.advantage).least  # scored ones that a group must have
     has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & has_baseline & ~cut  # (N,)
@@ -256,8 +256,8 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)
-    in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
+            batch.all_tokens, args.max_tokens, args.overlong_buffer)
+    in_loss = batch.per_token(loss_tokens > 0)  # (M,)
     if args.advantage == "reinforce++":  # A_t = sum over u >= t of ([u is last] R - beta k1_u)
         rewards = losses.token_rewards(
             rewards, old_logprobs, ref_logprobs if args.kl_reward_coef else None, batch.tokens,
@@ -265,12 +265,12 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
         return losses.whiten(losses.rewards_to_go(rewards, batch.tokens), in_loss)
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, kind="k1")  # (M,)
-        rewards = rewards - args.kl_reward_coef * batch.of_tokens(kl)
+        rewards = rewards - args.kl_reward_coef * batch.sum_tokens(kl)
     if args.advantage not in flags.NAMES["advantage"]:
         return advantages_of_a_file(args, batch, rewards, loss_tokens, old_logprobs)
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
-    advantages = batch.of_rows(advantages)  # (M,)
+    advantages = batch.per_token(advantages)  # (M,)
     if args.advantage == "reinforce++-baseline":
         return losses.whiten(advantages, in_loss)
     return advantages
@@ -282,18 +282,18 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     completion, or for each token if its file says so."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
-    own = flags.own("advantage", args.advantage)
-    row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
-    A = own.function(
+    chosen = flags.chosen("advantage", args.advantage)
+    row = batch.per_token(torch.arange(len(rewards)))  # (M,)
+    A = chosen.function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, old_logprobs=old_logprobs,
         engine_logprobs=batch.engine_logprobs, batch=batch)
-    wanted = len(row) if own.per == "token" else len(rewards)
+    wanted = len(row) if chosen.per == "token" else len(rewards)
     if getattr(A, "shape", None) != (wanted,) or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {wanted:,} "
-                            f"finite numbers: its PER is {own.per}.")
+                            f"finite numbers: its PER is {chosen.per}.")
     A = torch.as_tensor(A).double()
-    return A if own.per == "token" else batch.of_rows(A)
+    return A if chosen.per == "token" else batch.per_token(A)
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

@@ -161,13 +161,13 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:  # DAPO: long completions lose up to 1
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)
+            batch.all_tokens, args.max_tokens, args.overlong_buffer)
 
     token_rewards = losses.token_rewards(
         rewards, old_logprobs, ref_logprobs, batch.tokens, kl_coef=kl_coef)  # (M,)
     advantages, returns = losses.gae(
         token_rewards, values, batch.tokens, gamma=args.gamma, lam=args.lam)  # (M,)
-    in_loss = batch.of_rows(scored)  # (M,) bool
+    in_loss = batch.per_token(scored)  # (M,) bool
     advantages = losses.whiten(advantages, in_loss)  # once, over the tokens of the global batch
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
@@ -190,7 +190,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         with phase("update_critic"):
             budget = args.critic_args.critic_update_tokens
             for micro in batch.micros(world, rows, budget, "update critic"):
-                V, w = critic.values(micro), micro.of_rows(weights)  # (n,)
+                V, w = critic.values(micro), micro.per_token(weights)  # (n,)
                 R = micro.take(returns).to(V.dtype)
                 loss, clip_frac = losses.value_loss(
                     V, micro.take(values), R, clip=args.value_clip)  # (n,)
@@ -204,7 +204,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                 logp, entropy = policy.logprobs(
                     micro, args.temperature, args.entropy_coef != 0)  # (n,)
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
-                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
+                A, w = micro.take(advantages).to(logp.dtype), micro.per_token(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(

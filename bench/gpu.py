@@ -180,7 +180,7 @@ class Bench:
         s, totals = self.shape, [p + c for _, p, c in batch.sizes]
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         matrices = s.layers * (2 * s.hidden * (q + kv) + 3 * s.hidden * s.wide)
-        tokens, completions = sum(totals), int(batch.lengths.sum())
+        tokens, completions = sum(totals), int(batch.all_tokens.sum())
         forward = (2 * (matrices * tokens + s.vocab * s.hidden * completions)
                    + 2 * s.layers * q * sum(t * t for t in totals))
         rate = passes * forward / statistics.median(seconds)

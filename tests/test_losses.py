@@ -46,7 +46,7 @@ def variant(name: str) -> str:
 
 def loss(name: str, logp, old, A, row, **bounds):
     """A built-in loss, or one of variants/."""
-    function = flags.own("loss", variant(name) if name in FILES else name).function
+    function = flags.chosen("loss", variant(name) if name in FILES else name).function
     return function(logp, old, A, row, n_rows=1, engine_logprobs=old,
                     draws=lambda: torch.zeros(len(row), dtype=F64), **TIGHT | bounds)
 
@@ -56,7 +56,7 @@ def advantages(name: str, rewards, group, eps=1e-6):
     scored, row = ~rewards.isnan(), torch.arange(len(rewards))  # a token of each
     if name in flags.NAMES["advantage"]:
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
-    return flags.own("advantage", variant(name)).function(
+    return flags.chosen("advantage", variant(name)).function(
         rewards, group, scored=scored, eps=eps, trained=scored, row=row, batch=batch_of(rewards),
         parts={"exact": (1.0, rewards)})
 
@@ -315,7 +315,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(line, tmp_path, monk
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "torn.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
-    flags.own.cache_clear()
+    flags.chosen.cache_clear()
     words, sentence = line.split(" | ")
     settings = dict(word.split("=") for word in words.split())
     found, = plan.problems(changed(grpo.Args(), lr=1e-6, **{

@@ -55,7 +55,7 @@ def micro_of(tokens: int) -> Micro:
     rows = families.scored([families.prompt(0, [0] * (LENGTH - new))] * n,
                            [families.completion([0] * (new + 1))] * n)
     micro = Micro(rows, [*range(n)], torch.device("cpu"))
-    assert 0.95 * tokens < micro.tokens <= tokens
+    assert 0.95 * tokens < micro.size <= tokens
     return micro
 
 
@@ -80,7 +80,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
             AttentionInterface.register("packed", batch.attention)
             lm.set_attn_implementation("packed")
             turn, source = partial(tree_map_only, torch.Tensor, fake.from_tensor), torch.arange(
-                micro.tokens)
+                micro.size)
             given = turn({name: micro.inputs[name] for name in ("input_ids", "position_ids")}) | {
                 "packed": SimpleNamespace(blocks=turn(blocks))}, source
             if not critic:
@@ -102,7 +102,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
         plan.Plan(args, ranks, None, 0), shape, 80 * GIB)
     phase = ("critic " if critic else "") + ("update" if grad else "score")
     theirs = held + sum(found.micro_batch(
-        plan.Phase(phase, 1000, micro.tokens, LENGTH, ranks, batch.KEYS)))
+        plan.Phase(phase, 1000, micro.size, LENGTH, ranks, batch.KEYS)))
     return ours, theirs + (found.parts["gradients"][1] if grad else 0)
 
 

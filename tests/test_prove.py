@@ -24,8 +24,8 @@ MISTAKES = """
 1 | meter.add(w, | meter.add(torch.ones_like(w) / max(1, len(w)),
 2 | old = micro.take(old_logprobs) | old = micro.take(old_logprobs.flip(0)) | --minibatches 2
 3 | micro.take(advantages) | micro.take(advantages).roll(1)
-4 | advantages = batch.of_rows(advantages)\
- | advantages = batch.of_rows(rewards - rewards[batch.scored].mean())
+4 | advantages = batch.per_token(advantages)\
+ | advantages = batch.per_token(rewards - rewards[batch.scored].mean())
 4 | loss_tokens[rows], args.aggregation | batch.tokens[rows], args.aggregation
 5 | meter = Meter(world)\
  | policy.n = getattr(policy, "n", 0) + 1; advantages = advantages / policy.n; meter = Meter(world)

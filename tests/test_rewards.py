@@ -269,7 +269,7 @@ def test_what_lies_beside_a_reward_or_a_loss_is_its_own_and_hides_nothing(own):
     for specs, right in ((["one/mine.py:f", "two/loss.py:g", "gsm8k"], (111, 7, 1)),
                          (["gsm8k", "one/mine.py:f"], (1, 111))):
         assert parts(score(specs, [item("5", "5")])) == [right]
-    loss, _ = flags.own("loss", f"{Path.cwd()}/two/loss.py:own").function(1, 2, 3, 4)
+    loss, _ = flags.chosen("loss", f"{Path.cwd()}/two/loss.py:own").function(1, 2, 3, 4)
     assert loss == 5 * len(sys.modules["losses"].LOSSES)
 
 

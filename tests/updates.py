@@ -149,7 +149,7 @@ class Shipped:
 
         def micros(batch, world, rows, budget, phase, real=Batch.micros):
             made = real(batch, world, rows, budget, phase)
-            calls.append((phase, budget, [(tuple(m.rows), m.tokens) for m in made]))
+            calls.append((phase, budget, [(tuple(m.rows), m.size) for m in made]))
             return made
 
         with patch.object(Batch, "micros", micros):

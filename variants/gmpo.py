@@ -23,7 +23,7 @@ def refuses(args) -> str | None:
     if args.engine_correction in ("truncate", "mask"):
         return (f"has one ratio for a completion, and --engine_correction {args.engine_correction} "
                 f"has one for each token; sequence_{args.engine_correction} fits.")
-    if flags.own("advantage", args.advantage).per == "token" or (
+    if flags.chosen("advantage", args.advantage).per == "token" or (
             args.advantage == "reinforce++" and args.kl_reward_coef):
         return (f"has one ratio for a completion, and --advantage {args.advantage} has an "
                 f"advantage for each token.")

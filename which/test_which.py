@@ -72,7 +72,7 @@ def test_advantages(case, kind):
     rewards, group = flat(case["rewards"]), len(case["rewards"][0])
     given = {"scored": torch.ones(len(rewards), dtype=torch.bool), "eps": case["eps"]}
     if kind == "maxrl":
-        function = flags.own("advantage", "variants/maxrl.py:maxrl").function
+        function = flags.chosen("advantage", "variants/maxrl.py:maxrl").function
         found = function(rewards, group, **given)
     elif kind == "reinforce++":
         found = rewards

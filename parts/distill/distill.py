@@ -150,7 +150,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 logp, _, *divergence = policy.logprobs(
                     micro, args.temperature, formula=formula)  # (n,) each
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
-                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
+                A, w = micro.take(advantages).to(logp.dtype), micro.per_token(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
@@ -181,7 +181,7 @@ def compute_advantages(args: Args, batch: Batch, old_logprobs, teacher_logprobs)
     if args.reward_coef:
         of_group = losses.group_advantages(batch.rewards, args.group, kind="dr_grpo", eps=0.0,
                                            scored=batch.scored)  # (N,)
-        advantages += args.reward_coef * batch.of_rows(of_group)
+        advantages += args.reward_coef * batch.per_token(of_group)
     return advantages
 
 

@@ -196,7 +196,7 @@ def positions_of(micro) -> torch.Tensor:
             prompts.append(np.array(pictures.positions) if pictures else in_line(length))
             ends[owner] = prompts[-1].max() + 1
         rest.append(in_line(tokens - 1) + ends[owner])
-    found = np.concatenate([*prompts, *rest] if prompts else [in_line(micro.tokens)], 1)
+    found = np.concatenate([*prompts, *rest] if prompts else [in_line(micro.size)], 1)
     return torch.from_numpy(found).long().unsqueeze(1)
 
 

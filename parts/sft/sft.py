@@ -132,7 +132,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
                 logp, _ = policy.logprobs(micro, args.temperature)  # (n,)
-                loss, w = -logp, micro.of_rows(weights)
+                loss, w = -logp, micro.per_token(weights)
                 policy.backward((w * loss).sum())
                 meter.add(w, {"loss/policy": loss})
             meter.norms.append(policy.step(lr))

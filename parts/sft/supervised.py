@@ -39,7 +39,7 @@ class Supervised(Run):
         with self.log.time("eval"), torch.no_grad():
             for micro in batch.micros(self.world, rows, self.args.score_tokens, "held out"):
                 logprobs, entropy = self.policy.logprobs(micro, self.args.temperature, True)
-                meter.add(micro.of_rows(weights), {
+                meter.add(micro.per_token(weights), {
                     "eval/loss": -logprobs, "eval/entropy": entropy})
             found = meter.metrics()
         found = {"eval/rows": len(rows), "eval/loss": found["eval/loss"],

@@ -59,7 +59,7 @@ def test_the_worst_case_leaves_everything_as_it_was(folder):
 @pytest.mark.parametrize("tokens", [1000, 32, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
     micro = trial.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
-    assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
+    assert tokens - 32 / keys <= micro.size <= max(tokens, 2)  # no other completion fits
     lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]  # prompt and completion
     assert max(lengths) <= 32
     if tokens > 64:  # and attention gathers nearly as many keys as it may

@@ -67,6 +67,6 @@ def test_the_expected_estimate_is_the_gradient(seed, G):
     A = grpo.compute_advantages(args, groups, groups.tokens, None, None)
     place = torch.cat([batch.places[i] for i in index.tolist()])
     weight = torch.zeros(len(logps), dtype=torch.float64).index_add(
-        0, place, A * groups.of_rows(chance))
+        0, place, A * groups.per_token(chance))
     found, = torch.autograd.grad(weight @ logps / G, theta)
     assert (found - true).norm() < 1e-12 * true.norm()
