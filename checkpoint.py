@@ -196,7 +196,8 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
 
 
 def words(value):
-    """Returns a flag's value as a person writes it: a list has spaces between its items."""
+    """Returns a flag's value as a person writes it: a list as a text with spaces between its items,
+    any other value as it is."""
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 

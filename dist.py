@@ -185,8 +185,9 @@ def gpu_mistakes(ranks: int) -> list[str]:
 
 def place():
     """Sets the environment variables that make this process a rank. If neither torchrun nor a
-    scheduler has set them, this process becomes the only rank. Raises a SettingsError if it is one
-    of several processes that would each be a separate run, or if some of the variables are missing.
+    scheduler has set WORLD_SIZE, or if it is 1, this process becomes the only rank. Raises a
+    SettingsError if it is one of several processes of Slurm or MPI without WORLD_SIZE, each of
+    which would be a separate run, or if some of the variables are missing.
     """
     if "WORLD_SIZE" not in os.environ:
         others = [f"{name}={os.environ[name]}" for name, one in NO_COPY.items()

@@ -60,8 +60,9 @@ class Family:
             return getattr(transformers, self.auto).from_config(
                 self.config, dtype=dtype, attn_implementation="sdpa", **options)
 
-    def parts(self, lm) -> list:
-        """Returns the modules whose layers FSDP shards one by one. The first one reads tokens."""
+    def stacks(self, lm) -> list:
+        """Returns the modules that have a list of layers, which FSDP shards one by one. The first
+        module reads tokens."""
         return [lm]
 
     def pieces(self, name: str, tensor, first: int = 0):
@@ -77,7 +78,7 @@ class Family:
     def shape(self, lm) -> Shape:
         """Returns the sizes of lm, which needs no weights. Parameters and linear layers are counted
         on its modules, and config.json has the rest."""
-        text, c = self.parts(lm)[0], lm.config.get_text_config()
+        text, c = self.stacks(lm)[0], lm.config.get_text_config()
         more, params = c.to_dict(), sum(p.numel() for p in lm.parameters())
         layers = Counter()  # {number of a layer: its parameters}
         for name, p in text.named_parameters():

@@ -298,7 +298,8 @@ class CommonArgs(Flags):
 
     def rates(self, step: int) -> dict[str, float]:
         """Returns {name: value} of what flags that a resume may change give a step, counted from 0:
-        learning rates, and the weights of rewards."""
+        "lr" and "critic_lr", and "the weight of NAME" for each reward. The policy's rate is 0 while
+        it waits for the critic (--critic_warmup_steps)."""
         def rate(peak: float) -> float:
             return learning_rate(step, self.steps, peak, self.optimizer_args)
 
@@ -365,9 +366,9 @@ OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run do
 
 
 def parse(kind: type, description: str):
-    """Reads the command line → the script's Args. If --name is a run that exists, flags that are
-    not given have the run's values. A mistake is printed as a sentence and ends the process with
-    status 2."""
+    """Reads the command line → the script's Args. If --name is a run of this script that exists,
+    flags that are not given have the run's values, but for those of OF_A_CALL. A mistake is printed
+    as a sentence and ends the process with status 2; --metrics prints and ends it too."""
     mistakes, words = Mistakes(), sys.argv[1:]
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")

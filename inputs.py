@@ -138,9 +138,9 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
 # ---- the rows ----
 
 def what_is_read(rows: list[data.Row]) -> str:
-    """Describes which columns the run reads: each combination of columns with its number of rows.
-    It adds the answers that several rows share and that hold no digit, because some data sets write
-    "proof" or "notfound" where there is no answer."""
+    """Describes from which columns the run reads prompt and answer: each combination of columns
+    with its number of rows. It adds up to three answers that several rows share and that hold no
+    digit, because some data sets write "proof" or "notfound" where there is no answer."""
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
                               for what, column in row.read.items()) for row in rows)
     words = Counter(str(row.answer) for row in rows if row.read.get("answer"))

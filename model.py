@@ -42,27 +42,27 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
     entropy takes another pass over all logits, so without `entropy` zeros stand in its place. At
     most `chunk` tokens have logits at once (`in_chunks`).
     """
-    def part(hidden, targets):
+    def some(hidden, targets):
         """Computes the same for some of the tokens."""
         logits = head(hidden)
         formula = compiled() if logits.is_cuda else of_logits
         return formula(logits, targets, temperature, entropy)
 
-    return in_chunks(part, chunk, hidden, targets)
+    return in_chunks(some, chunk, hidden, targets)
 
 
-def in_chunks(part, chunk: int, *tensors):
-    """Applies `part` to tensors (n, …), at most `chunk` rows at once → a tuple of (n,).
+def in_chunks(function, chunk: int, *tensors):
+    """Applies `function` to tensors (n, …), at most `chunk` rows at once → a tuple of (n,).
 
     With more than one chunk the backward pass computes the logits again, so memory is a few times
     chunk × V numbers instead of n × V.
     """
     if len(tensors[0]) <= chunk:
-        return part(*tensors)
+        return function(*tensors)
     if torch.is_grad_enabled():
-        part = partial(recomputed, part)
+        function = partial(recomputed, function)
     chunks = zip(*(x.split(chunk) for x in tensors), strict=True)
-    return tuple(map(torch.cat, zip(*(part(*some) for some in chunks), strict=True)))
+    return tuple(map(torch.cat, zip(*(function(*some) for some in chunks), strict=True)))
 
 
 def of_logits(logits, targets, temperature: float, entropy: bool):
@@ -80,8 +80,9 @@ def of_logits(logits, targets, temperature: float, entropy: bool):
 
 @cache
 def compiled():
-    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1:
-    a chunk that is computed again in the backward pass must use the graph of its forward pass."""
+    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1,
+    because a chunk that is computed again in the backward pass must use the graph of its forward
+    pass: another one may save other tensors."""
     return torch.compile(of_logits, dynamic=True)
 
 
@@ -145,7 +146,7 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     unfit = f"--{flag} {folder} has model_type {config.model_type}, which is not supported"
     with as_sentence(unfit):
         lm = family.skeleton(dtype)
-        family.parts(lm)[0].set_attn_implementation("packed")
+        family.stacks(lm)[0].set_attn_implementation("packed")
     # torch gives the row `padding_idx` no gradient. transformers sets it to config.json's
     # pad_token_id, which may be the end token. Nothing is padded here, so every row is trained.
     for module in lm.modules():
@@ -179,8 +180,8 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = own.cpu_offload or (not trained and "reference" in own.offload)
     # What FSDP shards beside the root: the first ModuleList of each module that the family names.
-    layers = [layer for part in root.family.parts(lm)
-              for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
+    layers = [layer for stack in root.family.stacks(lm)
+              for layer in next((m for m in stack.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, own.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     for module in lm.modules():  # non-persistent buffers (rotary frequencies) are in no file
@@ -188,7 +189,7 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
             for p in module.parameters():
                 p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
             lm.base_model._init_weights(module)
-        # FSDP casts parameters and no buffers.
+        # FSDP casts parameters and no buffers. Those that are in no file keep their dtype.
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             setattr(module, name, getattr(module, name).to(compute))
     root.start(args.seed)  # the parameters that are in no file
@@ -200,8 +201,8 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
 
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
-    """Shards `root` and its `layers` with FSDP2, in place. Parameters, gradients and their sums
-    have the dtype `master`; the computation has the dtype `compute`."""
+    """Shards `root` and its `layers` with FSDP2, in place. The sums of gradients have the dtype
+    `master`; the computation has the dtype `compute`."""
     options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(compute, master)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -212,8 +213,8 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
     fsdp.fully_shard(root, **options)
     if mesh.size() == 1:  # sum and mean are the same; a factor would copy each gradient
         return
-    # The loss is a sum over all ranks, so gradients are too. FSDP's default is the mean: times 3
-    # again, that of 3 ranks would round unlike the gradient of 1.
+    # The loss is a sum over all ranks, so gradients are too. FSDP's default is the mean of the
+    # ranks. Multiplied by their number again, it would round otherwise than the gradient of 1 rank.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -289,7 +290,7 @@ class LogprobModel(Model):
         same_policy.py compares the trainer with it before the first step. `inputs` is the packed
         input of this row alone."""
         capped = self.lm.config.to_dict().get("attn_logit_softcapping")
-        text = self.family.parts(self.lm)[0]
+        text = self.family.stacks(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
         logits = self.plain(inputs, keep)
         text.set_attn_implementation("packed")
@@ -320,7 +321,8 @@ class ValueModel(Model):
 
 
 class Trained:
-    """A model with its AdamW optimizer. args is the script's Args."""
+    """A model with its AdamW optimizer, which a reference model does not use. args is the script's
+    Args."""
 
     def __init__(self, module: Model, world: World, args):
         self.module, self.world, self.args = module, world, args
@@ -393,15 +395,16 @@ class Policy(Trained):
         return load()
 
     def stored(self, dtype=None):
-        """Yields (name in the model, full tensor) of each weight, and a tied one under each of its
-        names. All ranks must go through all of it (a collective)."""
+        """Yields (name in the model, full tensor) of each weight that is not in `left_out`, and a
+        tied one under each of its names. All ranks must go through all of it (a collective)."""
         for name, value in self.module.lm.state_dict().items():
             if name not in self.left_out:
                 yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def weights(self, dtype=None):
         """Yields (name in the files, full tensor) of each weight, one at a time, in `dtype` or its
-        own. All ranks must go through all of it (a collective)."""
+        own. A weight of the model may be several in the files (Family.pieces). All ranks must go
+        through all of it (a collective)."""
         for name, value in self.stored(dtype):
             for there, piece, _ in self.module.family.pieces(name, value):
                 yield there, piece

@@ -1,4 +1,4 @@
-"""plan.py: memory and sizes of a step, from the settings alone, and what is wrong there.
+"""plan.py: memory and sizes of a step, before anything loads, and wrong settings.
 
 It loads no weights and needs no GPU, so --plan answers in seconds how many micro-batches a step has
 and whether it fits into memory. Before a run, the same code refuses settings that cannot work.
@@ -98,7 +98,7 @@ class Phase:
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
         # All ranks have equally many micro-batches. If there are fewer rows than micro-batches, the
-        # remaining ones are empty and compute one dummy token (batch.Micro).
+        # remaining ones are empty and compute one dummy token (batch.Micro), as a row of padding.
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Plan:
     args: object
     ranks: int
     n_rows: int | None  # prompts in --data
-    n_eval: int
+    n_eval: int  # rows in --eval_data
     shape: Shape | None = None  # the model's sizes
     local_size: int | None = None  # ranks of a machine
     memory: "Memory | None" = None
@@ -135,8 +135,8 @@ class Plan:
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
-        """Returns the passes over a batch of so many prompts. If a pass has several sizes, as
-        uneven minibatches do, the largest one comes first."""
+        """Returns the passes over a batch of so many prompts. Uneven minibatches have two sizes,
+        and the larger one comes first."""
         a, critic, rows, passes = self.args, self.args.critic_args, prompts * self.args.group, []
         parts = sorted({ceil_div(rows, a.minibatches), rows // a.minibatches}, reverse=True)
         if not a.eval_args.eval_only:
@@ -304,7 +304,8 @@ class Memory:
         moments."""
         args, shards = self.args, self.shards()
         weights, gradients = self.weights() / shards, self.m * self.trained / shards
-        critic = weights + 3 * gradients if args.critic_args else 0.0  # it has all of these too
+        # It has all of these too. What --offload moves of it is not taken off: an upper bound.
+        critic = weights + 3 * gradients if args.critic_args else 0.0
         reference = self.reference() / shards if args.needs_reference else 0.0
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference  # it stays on the host
@@ -343,16 +344,17 @@ class Memory:
         return self.gathered(shape, critic, update) + work, logits
 
     def gathered(self, shape: Shape, critic: bool, update: bool) -> float:
-        """Returns the bytes of the weights that FSDP holds whole: the root, its own shard cast to
-        --dtype, and two layers, this one and the next. In an update it also has the gradients that
-        it sums."""
+        """Returns the bytes that FSDP holds beside its shards: the whole root, a copy of the root's
+        shard in --dtype, and two whole layers, this one and the next. In an update also the
+        gradients that it sums."""
         root = shape.vocab * shape.hidden if critic else shape.root
         weights = self.c * (root + root / self.shards() + 2 * shape.layer)
         return weights + (self.gradient_sum(root) if update else 0.0)
 
     def gradient_sum(self, root: int) -> float:
         """Returns the bytes of the gradients that FSDP sums at once: those of a layer, and before
-        it those of the root, of which `root` is the number of parameters."""
+        it those of the root, of which `root` is the number of parameters. The root's gradients are
+        counted in --dtype, before they are cast for the sum."""
         return self.m * self.shape.layer + self.c * root
 
     def of_token(self, shape: Shape, phase: Phase, update: bool) -> float:
@@ -405,7 +407,7 @@ class Memory:
             self.cache = e.kv_cache_gb * GIB
         elif card:
             self.cache = max(0.0, e.gpu_memory_utilization * card - fixed)
-        else:  # what one call can use, and room for one sequence at least
+        else:  # what one call can use and one sequence more; room for one sequence at least
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
         # vLLM keeps one block for itself.
@@ -419,8 +421,9 @@ class Memory:
     # ---- in words ----
 
     def sentence(self) -> str:
-        """Returns a sentence: that the run fits; or what does not fit, and the first change that
-        would help, of those that cost only time and change no number."""
+        """Returns a sentence: that the run fits; or what does not fit, and what would help: the
+        first change with which it fits, of those that cost only time and change no number, or a
+        page if none is enough."""
         column = self.sums.index(max(self.sums))
         when, total = ("rollout", "training")[column], self.sums[column] / GIB
         whose = "per GPU" if self.card else "free per rank"

@@ -68,7 +68,6 @@ class Args(LossArgs, CommonArgs):
     """Completions over which --kl_reward_coef changes by at most a fifth."""
     critic_args: CriticArgs = field(default_factory=CriticArgs)
 
-
     script: ClassVar[str] = "ppo.py"
     needs_old_logprobs: ClassVar[bool] = True
 

@@ -258,8 +258,9 @@ class Engine:
         return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
 
     def sampling(self, request: Request, temperature: float) -> dict:
-        """Returns the arguments of vLLM's SamplingParams for a request: the log-prob of the sampled
-        token alone (0), and all end tokens by name."""
+        """Returns the arguments of vLLM's SamplingParams for a request. `logprobs=0` asks for the
+        log-prob of the sampled token alone. A completion ends at any of `eos_ids`, which stand in
+        the place of vLLM's own end token (ignore_eos)."""
         stop = list(self.args.stop)
         return dict(
             temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,

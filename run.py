@@ -38,7 +38,7 @@ def set_up(args, kind=None) -> "Run":
     # 1. Join the other ranks. `began` is when the run first started: chat templates may write it.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
-    began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
+    began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]  # as rank 0 says
     # 2. Check flags and files. Each machine has its own files, so compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)  # a mistake of one rank ends all of them
@@ -61,7 +61,7 @@ def set_up(args, kind=None) -> "Run":
         "changes": settings.get("changes", [])})
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
-        after = "a kill" if save_every(args) else "SIGTERM"
+        after = "a kill" if save_every(args) else "SIGTERM"  # which alone saves then
         what = "a new run"
         if saved:
             what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
@@ -210,8 +210,8 @@ class Run:
         checkpoint.load(saved, self.world, self.trained)
         for name, it in self.stateful.items():
             it.load_state_dict(state[name])
-        self.log.bad_steps = state["bad_steps"]
-        self.kl_coef = checkpoint.kl_coef(self.args, state)
+        self.log.bad_steps = state["bad_steps"]  # steps in a row without a finite gradient
+        self.kl_coef = checkpoint.kl_coef(self.args, state)  # the state's, or a flag's new value
 
     # ---- between the steps ----
 
@@ -226,8 +226,8 @@ class Run:
         return sampled_metrics(self, step)
 
     def record(self, step: int, samples: list):
-        """Writes the samples of a step to samples/ and prints three of them: every --samples_every
-        steps, and in the last step."""
+        """Writes the samples of a step, counted from 0, to samples/ and prints three of them: every
+        --samples_every steps, and in the last step."""
         if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
                           decode=self.engine.tokenizer.decode)
@@ -280,8 +280,8 @@ class Run:
         export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
 
     def close(self):
-        """Ends Weights & Biases, the reward workers and the engine, with the process group. All
-        ranks must call it (a collective)."""
+        """Ends Weights & Biases, the reward workers and, if there is one, the engine with the
+        process group. All ranks must call it (a collective)."""
         self.log.close()
         self.scorer.close()
         if self.engine:

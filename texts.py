@@ -128,8 +128,8 @@ def reader(tokenizer, eos_ids: list[int]):
 def marks_of(tokenizer, eos_ids=()) -> Marks:
     """Finds the control tokens that begin and end messages, by rendering small chats with the
     template. The token that ends the assistant's message is what the template writes there, or else
-    what begins the next message (GLM). eos_ids: further ids that end a completion; they become
-    `silent`.
+    what begins the next message (GLM). eos_ids: further ids that end a completion; their control
+    tokens become `silent` too.
     """
     known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
     controls = [t.content for t in known

@@ -29,11 +29,11 @@ GUARDS = {"math": "examples.mathematics:guard_math",
 
 def answers_of(answer) -> list:
     """Returns the right answers of a row as a list of texts and numbers, any of which is accepted.
-    An answer that is a list is returned as it is, and a single one as a list of one. Raises a
-    ValueError if the answer, or an element of it, is neither a text that is not blank nor a finite
-    number.
+    An answer that is a list is returned as it is, and a single one as a list of one. Of a dict it
+    is the value of `solution_text_format` (Logic-RL's rows). Raises a ValueError if the list is
+    empty, or an element is neither a text that is not blank nor a finite int, float or Decimal.
     """
-    if isinstance(answer, dict):  # the form of Logic-RL's rows
+    if isinstance(answer, dict):
         answer = answer.get("solution_text_format", answer)
     found = answer if isinstance(answer, list) else [answer]
     if not found or not all(map(is_answer, found)):

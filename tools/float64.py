@@ -56,7 +56,7 @@ def build(kind, folder: str, world, args, **options):
 
     def skeleton(*given):
         lm = shipped(*given)
-        for part in family_of(lm.config).parts(lm):
+        for part in family_of(lm.config).stacks(lm):
             widen(part)
         return lm
 

@@ -31,13 +31,13 @@ class Seeing(Family):
         """See Family."""
         return f"{NAMES[self.config.model_type]}ForConditionalGeneration"
 
-    def parts(self, lm) -> list:
+    def stacks(self, lm) -> list:
         """See Family. Its text part, and those of the tower."""
         return [getattr(lm.base_model, name) for name in (self.own.TEXT, *self.own.TOWER)]
 
     def shape(self, lm) -> Shape:
         """See Family."""
-        shape, tower = super().shape(lm), tower_sizes(self.config, self.parts(lm)[1:])
+        shape, tower = super().shape(lm), tower_sizes(self.config, self.stacks(lm)[1:])
         return SeeingShape(**vars(shape) | {"root": shape.root - tower.sharded}, tower=tower)
 
 
@@ -46,7 +46,7 @@ class SeeingModel(Model):
 
     def states(self, inputs):
         """See Model. The text part gets features of pictures among the embeddings of ids."""
-        text = self.family.parts(self.lm)[0]
+        text = self.family.stacks(self.lm)[0]
         inputs = self.embedded(**inputs)
         return text.base_model(**inputs, use_cache=False).last_hidden_state
 
@@ -86,7 +86,7 @@ class Seer(Trained):
     """A policy or a critic that sees."""
 
     def __init__(self, module, world, args):
-        for part in module.family.parts(module.lm)[1:]:
+        for part in module.family.stacks(module.lm)[1:]:
             part.requires_grad_(args.parts.pictures.train_vision)
         super().__init__(module, world, args)
 
