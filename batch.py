@@ -17,7 +17,8 @@ prompt and to itself:
                                c is the last token of its row, so it is not in the input
 
 All prompts come first, then all completions without their last tokens, which predict nothing. Each
-row attends to the same tokens as it would alone, so packing changes no log-prob (bench/learn.py).
+row attends to the same tokens as it would alone, so packing changes a log-prob only by rounding
+(tests/test_float64.py).
 
 The file is read in the order of this work: rows → micro-batches by their sizes alone, the packed
 input and its attention, and at last the classes of the batch: `Completion`, `Sample`, `Batch` and
@@ -43,8 +44,8 @@ from rewards import Score
 # all completions are at most KEYS x its budget of tokens.
 KEYS = 4
 
-# The size of a row: the index of the first row with the same prompt, the prompt's tokens p, the
-# completion's tokens c. A micro-batch contains each of its prompts once, and the completions
+# The size of a row: the index of the first of its neighbours with the same prompt, the prompt's
+# tokens p, the completion's tokens c. A micro-batch contains each of its prompts once, and the completions
 # without their last tokens, which predict nothing.
 Size = tuple[int, int, int]
 
@@ -71,7 +72,7 @@ def cut(sizes: list[Size], budget: int) -> list[list[int]]:
         new = c - 1 if prompt == last else p + c - 1
         if not micros or new > room or p + c > keys:
             micros.append([])
-            new, room, keys = p + c, budget, KEYS * budget
+            new, room, keys = p + c, budget, KEYS * budget  # p + c: one token to spare
         micros[-1].append(row)
         last, room, keys = prompt, room - new, keys - p - c
     return micros

@@ -109,8 +109,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
     """Reads the data `spec` → its rows in order, and a sentence that counts them.
 
-    Rows with an empty prompt, and those with more than --max_prompt_tokens, are left out. make: a
-    function that is called instead of make_row. eos_ids: the ids that end a completion.
+    Rows with an empty prompt, and those with more than --max_prompt_tokens, are left out. seed: for
+    rows that a function makes. make: a function that is called instead of make_row. eos_ids: the
+    ids that end a completion, whose texts no prompt may contain.
     SettingsError: a row cannot be read, with its number; or none is left.
     """
     make = make or make_row

@@ -42,7 +42,7 @@ class Args(flags.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
     advantage: str = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
-    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened. Others and
+    reinforce++: R, whitened over the loss's tokens. reinforce++-baseline: R - mean, whitened. Also
     your own: FILE.py:NAME, as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too."""
     advantage_eps: float = 1e-6
     """eps beside a std in --advantage (verl uses 1e-6, TRL 1e-4)."""
@@ -86,7 +86,8 @@ class Args(flags.LossArgs, CommonArgs):
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")
         if self.dynamic_sampling and self.plan_args.strict:
-            yield "--strict cannot hold with --dynamic_sampling: give one of them."
+            yield ("--strict cannot hold with --dynamic_sampling, whose number of completions is not "
+                   "known before: give one of them.")
         if self.kl_loss_coef and self.kl_reward_coef:
             yield "--kl_loss_coef and --kl_reward_coef must not both be on: set one of them to 0."
         yield from flags.rules(self)
@@ -137,7 +138,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     """One step of learning from N samples: --epochs x --minibatches optimizer steps → metrics.
 
     Metrics and new weights are the same on every rank. The number of ranks and the budgets
-    --update_tokens and --score_tokens change them only by rounding.
+    --update_tokens and --score_tokens change them only by rounding. phase: a function of a name
+    that returns a context, which measures its seconds (Log.time).
     """
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
@@ -153,12 +155,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
     # A completion whose advantages are all 0 has the loss 0, whatever the parameters of the policy
-    # are, so it is in no forward pass: its `learns` is False. It still counts in the denominators
-    # of the weights below. But a KL or entropy term acts on every token in the loss, and so may a
-    # loss of --loss FILE.py:NAME.
+    # are, so it is in no pass from here on: its `learns` is False. It still counts in the
+    # denominators of the weights below. But a KL or entropy term acts on every token in the loss,
+    # and so may a loss of --loss FILE.py:NAME.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    size = batch.sum_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
-    learns = ((size > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
+    total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
+    learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
         with phase("score"):
             old_logprobs, ref_logprobs = logprobs_before(
@@ -170,7 +172,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     meter = Meter(world)
-    policy_loss = flags.chosen("loss", args.loss).function  # a built-in one too
+    policy_loss = flags.chosen("loss", args.loss).function  # of losses.py or of a file
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -180,9 +182,11 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         if not weights.any():  # there is no loss, so there is no optimizer step
             meter.skipped += 1
             continue
-        # The total weight of all tokens in the loss is the denominator of the metrics loss/…
+        # The total weight of all tokens in the loss is the denominator of the metrics loss/…; that
+        # of the others is the weight of the tokens that are computed.
         meter.in_loss += float(weights @ loss_tokens.double())
-        # If no row is left, the optimizer still steps, with the gradient 0: its momentum acts on.
+        # If no row is left, the optimizer still steps, with the gradient 0: its momentum still
+        # moves the weights.
         rows = [r for r in rows if learns[r]]
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
@@ -195,7 +199,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
                                             **args.bounds)
-                if args.engine_correction != "none":
+                if args.engine_correction != "none":  # of the policy loss; KL and entropy stay
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
@@ -231,8 +235,8 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-    """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…,
-    which count why some have none."""
+    """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…:
+    the sizes of the batch, and for how many completions there are none, by the reason."""
     scored = batch.scored  # (N,) bool
     least = flags.chosen("advantage", args.advantage).least  # scored ones that a group must have
     has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)

@@ -487,7 +487,7 @@ def sample_row(s: Sample, decode=None) -> dict:
 def token_row(s: Sample, decode=None) -> dict:
     """Returns {name: a list with an item for each token} for an object of samples/: texts, engine
     log-probs, advantages. Numbers of a token that was not sampled are 0. It is {} without `decode`,
-    the tokenizer's, or if no update has learned from the completion."""
+    the tokenizer's, or if the completion was in no batch of an update."""
     if decode is None or s.advantages is None:
         return {}
     ids, sampled = s.completion.ids.tolist(), s.completion.sampled

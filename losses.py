@@ -58,8 +58,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #
 # rloo is unbiased. In R - mean, R_i is part of the mean, so R - mean is (G - 1) / G of rloo.
 # Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std, and
-# its advantage is 0. All advantages of a group are 0 if fewer than two of its completions are
-# scored, or if the rewards are equal.
+# its advantage is 0. All advantages of a group are 0, before any whitening, if fewer than two of
+# its completions are scored, or if the rewards are equal.
 
 def equal(x, y):
     """Returns whether rewards are equal up to rounding; x and y are numbers or tensors. .1 + .2 is
@@ -118,7 +118,7 @@ def batch_std(rewards, scored):
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
 
 
-# ---- rewards of the tokens
+# ---- rewards and advantages of the tokens
 
 
 def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
@@ -166,8 +166,8 @@ def gae(rewards, values, lengths, *, gamma, lam):
 
 
 def rewards_to_go(rewards, lengths):
-    """Returns the advantages (M,) of REINFORCE++: A_t = sum_{i>=t} R_i over the completion's
-    tokens.
+    """Returns the advantages (M,) of REINFORCE++ before they are whitened: A_t = sum_{u>=t} R_u over
+    the completion's tokens.
     """
     return gae(rewards, torch.zeros_like(rewards), lengths, gamma=1.0, lam=1.0)[0]
 
@@ -200,7 +200,7 @@ def whiten(values, among):
 
 def ratio_metrics(log_ratio, ratio, cut):
     """Returns the metrics of a policy loss, (n,) each, without gradient. log_ratio, ratio: (n,).
-    cut (n,) bool: whether a bound acts on the token.
+    cut (n,), bool or 0 and 1: whether a bound acts on the token.
     """
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return {"ratio": ratio, "clip_frac": cut.to(ratio.dtype),
@@ -219,7 +219,7 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     # sg[min(r, e^80)] * exp(log_r - sg[log_r]): the second factor is 1, and only it has a gradient.
     # Where A < 0 and there is no dual_clip, nothing bounds r from above. A clamp alone would give
     # such a token the gradient 0, and hide it. Here its gradient is about exp(80), whose square is
-    # inf in the norm, so the optimizer step is skipped.
+    # inf in the norm in float32, so the optimizer step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     # The min: where A < 0, r is at least 1 - low (and at most c); else it is at most 1 + high.
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
@@ -299,14 +299,14 @@ def value_loss(V, V_old, returns, *, clip):
 
 
 def kl_estimate(logp, ref, *, kind, old=None):
-    """Returns an estimate of KL(pi || ref) for each token (n,), from samples of pi, or for k3_ratio
-    of pi_old.
+    """Returns an estimate of KL(pi || ref) for each token, (n,) or (M,), from samples of pi, or for
+    k3_ratio of pi_old.
 
         d = logp - ref          k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
         k3_ratio = r * k3           DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
         k1, k2, k3: http://joschu.net/blog/kl-approx.html
 
-    logp, ref, old: (n,). kind: one of these names; only k3_ratio needs `old`.
+    logp, ref, old: log-probs. kind: one of these names; only k3_ratio needs `old`.
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order. As
     a loss of one token, with the tokens before it held fixed, the expected gradient is
@@ -327,8 +327,8 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
 
-    The paper has the constant 0.1 in the place of n / horizon, which is that of OpenAI's code. The
-    min keeps the result positive.
+    n / horizon is that of OpenAI's code; the paper has the constant 0.1 in its place. The min keeps
+    the result positive.
     OpenAI's target, 6, is per sequence; verl's 0.1 is per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
@@ -374,13 +374,13 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
 # A completion that is not in the loss is in no denominator. One with advantage 0 is in them.
 
 
-def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
+def token_weights(loss_tokens, aggregation, *, max_tokens, prompts=None):
     """Returns the weight of each token of a completion, (B,) float64, for the B completions of a
-    global minibatch. It is 0 for a completion that is not in the loss. lengths (B,): how many
-    tokens of each completion are in the loss. prompts (B,): the number of each completion's prompt;
-    None: each completion has its own.
+    global minibatch. It is 0 for a completion that is not in the loss. loss_tokens (B,): how
+    many tokens of each completion are in the loss. prompts (B,): the number of each completion's
+    prompt; None: each completion has its own.
     """
-    lengths = lengths.double()
+    lengths = loss_tokens.double()
     n = (lengths > 0).sum().double()
     prompts = torch.arange(len(lengths)) if prompts is None else prompts
     sums = prompts.bincount(weights=lengths)  # for each prompt, the tokens in the loss

@@ -172,7 +172,8 @@ class Plan:
         return "\n".join(x for x in lines if not short or not x.startswith("    "))
 
     def step(self) -> str:
-        """Returns in words what one step trains on: prompts, completions and optimizer steps."""
+        """Returns in words what one step trains on: prompts, completions and optimizer steps, and
+        whether --data has less than a batch. With --eval_only: what is evaluated."""
         a, prompts = self.args, self.batches[0]
         if a.eval_args.eval_only:
             return f"an evaluation of {count(self.n_eval, 'row')}, and no training"

@@ -109,7 +109,9 @@ def score_samples(run, samples: list, group: int) -> None:
 
 
 def item_of(sample, text) -> Item:
-    """Returns the Item that a worker gets for a sample. text: the function that decodes ids."""
+    """Returns the Item that a worker gets for a sample: its texts, its ids and messages, the number
+    of sampled tokens, the row's answer and columns. text: the function that decodes ids.
+    """
     row, completion = sample.prompt.row, sample.completion
     words = text(completion.ids)
     return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
@@ -330,7 +332,7 @@ class Pool:
         return [queue.Queue()] * count
 
     def what(self) -> tuple:
-        """Returns the arguments that a worker's `load` gets."""
+        """Returns the arguments that a worker's `load` gets: the rewards (a list of Part)."""
         return (self.parts,)
 
     def take(self, told: list) -> None:

@@ -342,8 +342,9 @@ def engine_limits(args, card) -> tuple[int, int]:
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
-    """Sets the environment variables that vLLM reads when it is imported, unless they are set
-    already, silences a few warnings, and on a CPU repairs two things in vLLM."""
+    """Sets the environment variables that vLLM and its libraries read when they are imported, unless
+    they are set already, silences a few warnings, and on a CPU repairs a thing in vLLM, with --tp
+    above 1 (`args`) two."""
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:

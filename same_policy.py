@@ -104,9 +104,10 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
 
 
 def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
-    """Returns the trainer's log-probs (M,) of all sampled tokens. Each row but the longest is
-    computed twice in one packed input, and the second copy counts: a row that attends to its
-    neighbour by mistake shows here. All ranks must call it (a collective)."""
+    """Returns the trainer's log-probs (M,) of the sampled tokens of this rank's samples. Each is a
+    micro-batch of its own, in which it stands twice, and the second copy counts: a row that attends
+    to its neighbour by mistake shows here. The last sample is the longest that fits, and stands
+    once. All ranks must call it (a collective)."""
     found = []
     for sample in samples:
         copies = [sample] if sample is samples[-1] else [sample, sample]
