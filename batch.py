@@ -45,8 +45,8 @@ from rewards import Score
 KEYS = 4
 
 # The size of a row: the index of the first of its neighbours with the same prompt, the prompt's
-# tokens p, the completion's tokens c. A micro-batch contains each of its prompts once, and the completions
-# without their last tokens, which predict nothing.
+# tokens p, the completion's tokens c. A micro-batch contains each of its prompts once, and the
+# completions without their last tokens, which predict nothing.
 Size = tuple[int, int, int]
 
 

@@ -53,7 +53,7 @@ class Row:
     columns: dict
     source: str  # its column `data_source`, or the name of the data
     finished: bool = False  # its text was a rendered chat already
-    # {"prompt" or "answer": the column that it was read from}; None: the row has none.
+    # {"prompt" or "answer": words for the column that it was read from}; None: the row has none.
     read: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -89,7 +89,7 @@ class Stream:
     def next(self, n: int) -> list[Prompt]:
         """Returns the next n prompts, fewer at the end of an epoch."""
         epoch, start = divmod(self.position, len(self.rows))
-        # % 2**64, because a seed may be negative and default_rng takes none.
+        # % 2**64, because a seed may be negative, and default_rng takes no negative number.
         order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.rows))
         drawn = enumerate(order[start:start + n], self.position)
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
@@ -111,15 +111,15 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
     Rows with an empty prompt, and those with more than --max_prompt_tokens, are left out. seed: for
     rows that a function makes. make: a function that is called instead of make_row. eos_ids: the
-    ids that end a completion, whose texts no prompt may contain.
+    ids that end a completion, whose texts no row's own words may contain.
     SettingsError: a row cannot be read, with its number; or none is left.
     """
     make = make or make_row
     raw, name = read(spec, seed)
     marks, rows = marks_of(tokenizer, eos_ids), []
-    silent = os.environ.get("RANK", "0") != "0"
+    quiet = os.environ.get("RANK", "0") != "0"
     for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
-            raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
+            raw, spec, delay=10, mininterval=10, unit=" rows", disable=quiet)):
         try:
             row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
@@ -144,7 +144,8 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
              args: DataArgs) -> Row | None:
     """Makes a Row of a stored row, whose values are `columns`. None: its prompt is empty.
     ValueError, SettingsError: it cannot be read, or the chat template has no place for something
-    that it holds. name: that of the data. marks: texts that a prompt must not contain."""
+    that it holds. name: that of the data. marks: texts that the row's own words must not contain.
+    """
     messages = messages_of(columns, args.prompt_template, args.system)
     column, answer = answer_of(columns)
     if not messages:
@@ -160,6 +161,8 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     if not finished:
         marks.check([messages, options])  # they must contain no control token of the template
     text = messages[0]["content"] if finished else rendered(messages, tokenizer, options)
+    if not text:
+        return None
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; before a plain text the tokenizer puts it.
@@ -231,7 +234,8 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
 
 def check_all_is_used(messages: list[dict], options: dict, tokenizer):
     """Raises a SettingsError if the chat template ignores an option, or an unusual key or role of a
-    message: the text is the same without it. Nothing is checked if the template refuses the whole
+    message: the text is the same without it (a switch: with its opposite; a role: with another
+    name). Nothing is checked if the template refuses the whole
     chat, because its own error says more (`rendered`)."""
     def text_of(messages=messages, options=options) -> str | None:
         """Renders these messages with these options. None: the template raises an error."""
@@ -274,7 +278,7 @@ def no_place(name: str) -> SettingsError:
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """Reads the rows of `spec` as they are stored → the rows, and a name for them. spec: a file,
     FILE.py:NAME, tiny or reasoning_gym for generated rows, or a data set of the hub; of the last
-    two NAME[:CONFIG][@SPLIT]. seed: for rows that a function makes. SettingsError: there are no
+    three NAME[:CONFIG][@SPLIT]. seed: for rows that a function makes. SettingsError: there are no
     rows, or they cannot be read."""
     if ".py:" in spec:
         return rows_of_function(spec, seed), Path(spec).name
@@ -345,7 +349,7 @@ def read_file(path: str) -> list[dict]:
     """Reads the rows of a file, whose name ends in one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
-        return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table takes a URI
+        return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table: "a:b" is a URI
     text = Path(path).read_bytes().decode("utf-8-sig")
     return read_csv(text) if path.endswith(".csv") else read_json(text)
 

@@ -154,8 +154,9 @@ class World:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the largest number of bytes that were in use since the last call. On a GPU it counts
-    the memory of the whole card; on a CPU, the resident memory of this process.
+    """Returns the largest number of bytes that were in use since the last call: on a CPU the
+    resident memory of this process; on a GPU what torch allocated, and beside it what others have
+    of the card now.
     """
     if device.type != "cuda":
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

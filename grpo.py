@@ -86,8 +86,8 @@ class Args(flags.LossArgs, CommonArgs):
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")
         if self.dynamic_sampling and self.plan_args.strict:
-            yield ("--strict cannot hold with --dynamic_sampling, whose number of completions is not "
-                   "known before: give one of them.")
+            yield ("--strict cannot hold with --dynamic_sampling, whose number of completions is "
+                   "not known before: give one of them.")
         if self.kl_loss_coef and self.kl_reward_coef:
             yield "--kl_loss_coef and --kl_reward_coef must not both be on: set one of them to 0."
         yield from flags.rules(self)

@@ -54,8 +54,8 @@ WAYS_OUT = {  # what would help, by the operating system's error; other errors s
 
 
 def not_written(path: str | Path, error: BaseException) -> NotWritten:
-    """Returns the NotWritten for an error of the operating system, with what would help. Some
-    libraries carry that error only as text, so its number is read from the text."""
+    """Returns the NotWritten for an error of the operating system, with what would help. Its number
+    is read from its text, because some libraries pass on the text alone."""
     said = re.search(r"(?:os error |Errno )(\d+)", str(error))
     works = WAYS_OUT.get(int(said[1])) if said else None
     return NotWritten(f"{path} cannot be written ({error})."

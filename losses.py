@@ -64,7 +64,7 @@ def overlong_penalty(lengths, max_tokens, buffer):
 def equal(x, y):
     """Returns whether rewards are equal up to rounding; x and y are numbers or tensors. .1 + .2 is
     not .3: a sum is wrong by about 1e-16 of its largest part. That part may be far larger than the
-    sum, so the limit is 1e-9.
+    sum, so the limit is 1e-9 of the numbers, and 1e-9 itself near 0.
     """
     return abs(x - y) <= 1e-9 * (1 + abs(x) + abs(y))
 
@@ -166,8 +166,8 @@ def gae(rewards, values, lengths, *, gamma, lam):
 
 
 def rewards_to_go(rewards, lengths):
-    """Returns the advantages (M,) of REINFORCE++ before they are whitened: A_t = sum_{u>=t} R_u over
-    the completion's tokens.
+    """Returns the advantages (M,) of REINFORCE++ before they are whitened: A_t = sum_{u>=t} R_u
+    over the completion's tokens.
     """
     return gae(rewards, torch.zeros_like(rewards), lengths, gamma=1.0, lam=1.0)[0]
 

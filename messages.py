@@ -122,7 +122,7 @@ def messages_of(columns: dict, template: str | None, system: str | None) -> list
     """The chat of a row, which ends where the model is asked. []: the row asks nothing.
 
     template, system: --prompt_template and --system. SettingsError: the row has no prompt column,
-    or its chat ends with what the assistant says.
+    or a column of CHATS ends with what the assistant says. (A `prompt` may: it is continued.)
     """
     there = not_null(columns)
     column = first_of((*PROMPTS, *CHATS), there)

@@ -174,7 +174,8 @@ def tensors(lm):
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
     """Compares `lm`, not sharded, with its files' headers → {name of `tensors`: name in the files}.
-    SettingsError: a tensor is missing, there twice, of another shape, or not of the model."""
+    SettingsError: a tensor is missing, there twice, of another shape, or not of the model. A tied
+    head that was saved too must have the embedding's values, which are read for that."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:

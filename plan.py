@@ -319,7 +319,7 @@ class Memory:
 
     def passes(self) -> dict[str, tuple[float, float]]:
         """Returns the parts for the largest micro-batch and the largest chunk of logits among all
-        phases."""
+        phases, as (bytes while the engine samples, bytes while the trainer learns)."""
         found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
         micro = max((layers for layers, _ in found), default=0.0)
         logits = max((logits for _, logits in found), default=0.0)

@@ -3,9 +3,9 @@
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py
 
-An Item is a completion with its row. A call is what a reward's function gets at once: one item, or
-all items of a prompt. A Pool has worker processes, which answer calls with one Answer for each
-item. An Answer becomes a Score.
+An Item is a completion with its row. A call is what a worker scores at once: one item, or all items
+of a prompt if a reward takes groups. A Pool has worker processes, which answer calls with one
+Answer for each item. An Answer becomes a Score.
 
 A reward that hangs, raises or ends its process costs only its own completions, which then have no
 score. The file is read from the outside to the inside: the scoring of a batch, the check of the
@@ -37,7 +37,7 @@ from worker import Item, Part
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # the timeout of a worker's start
 MEMORY_GB = 4  # the memory limit of a worker
-FAILED_CALLS = 8  # the run ends once batches in a row without any score have made so many calls
+FAILED_CALLS = 8  # calls without any score, of whole batches in a row, after which the run ends
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Answer:
         `values`.
 
         The sum is over the rewards that apply to the row. A completion has no score if a reward
-        failed, if one has no value for it, or if none applies. Without --reward the sum is 0.
+        failed, if one has no value for it, or if none applies. The sum of no rewards is 0.
         (Where a function of TRL's form returns None, the worker makes it NaN: it does not apply.)
         """
         known = {part: value for part, value in zip(parts, self.values, strict=True)
@@ -191,14 +191,14 @@ def check(specs: list[str], args) -> tuple[list, list[str]]:
     need, as (reward, column), and the names of those that are `async def`. Raises a SettingsError
     if one of them cannot be loaded. specs: the words of --reward.
     """
-    parse(specs)  # refuses an empty --reward, which Pool allows
+    parse(specs)  # refuses no rewards; a Pool may have none, as where a teacher scores
     with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
         pool.wait()
         return pool.needs, pool.waits
 
 
 def check_rows(needs: list, rows: list, flag: str = "reward"):
-    """Raises a SettingsError if a row has no column that a reward needs, or has an answer that no
+    """Raises a SettingsError if a row lacks a column that a reward needs, or has an answer that no
     reward can read. needs: [(reward, column), …]. flag: the flag in the message.
     """
     for name, column in needs:

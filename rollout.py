@@ -5,7 +5,7 @@ turns: `Engine.generating` moves the trainer's tensors away, wakes the engine an
 weights; afterwards the engine sleeps. With --tp K, K neighbouring ranks are one engine.
 
 Every completion is a request with a seed of its own, so what is sampled does not depend on the
-number of ranks or on how requests are split over engines.
+number of ranks or on how requests are split over engines, but for rounding.
 
 Top to bottom: the flags, then Engine (weights in: `load`, `take`; completions out: `sample`,
 `complete`, `generate`), then where weights stand in vLLM's model, and what vLLM reads from the
@@ -177,7 +177,7 @@ class Engine:
     def changing(self):
         """A context in which the engine gets new weights. It wakes the engine's weights first;
         afterwards the engine has its key-value cache too, and no prefix in it."""
-        if self.asleep:  # waking weights and cache at once is the classic out-of-memory
+        if self.asleep:  # with the cache awake too, the sync of weights may find no memory
             self.llm.wake_up(tags=["weights"])
         yield
         if self.asleep:
@@ -186,8 +186,8 @@ class Engine:
         self.forget()
 
     def forget(self) -> None:
-        """Clears the prefix cache, which was computed with other weights: log-probs after an old
-        prefix would be wrong by 0.5 nats. RuntimeError: vLLM could not clear it."""
+        """Clears the prefix cache, which was computed with other weights: in a trial, log-probs
+        after an old prefix were wrong by 0.5 nats. RuntimeError: vLLM could not clear it."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
@@ -310,7 +310,8 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
     some of its rows}.
 
     `digests` has the weights by name. The result is {} if some weight, or some parameter, is not
-    found bit for bit, because vLLM cut it over ranks, transposed, scaled or packed it.
+    found bit for bit, because vLLM cut it over ranks, transposed, scaled or packed it. A parameter
+    may have more rows than its weights: a padded vocabulary.
     """
     packed, places = getattr(model, "packed_modules_mapping", {}), {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
@@ -324,27 +325,28 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
             if name not in digests:
                 return {}
             shape, _ = digests[name]
-            place = parameter.data[start:start + shape[0]] if shape else parameter.data
+            end = start + shape[0] if shape else None  # None: a single number
+            place = parameter.data[start:end] if shape else parameter.data
             if digest(place) != digests[name]:
                 return {}
-            places[name], start = place, start + place.shape[0]
+            places[name], start = place, end
     return places if places.keys() == digests.keys() else {}
 
 
 def engine_limits(args, card) -> tuple[int, int]:
-    """Returns (prompt tokens that one pass computes, completions that are generated at once). The
-    defaults are those of vLLM's get_batch_defaults for a GPU of `card` bytes; card is None on a
+    """Returns (prompt tokens that one pass computes, completions that are generated at once), at
+    most: the defaults of vLLM's get_batch_defaults for a GPU of `card` bytes. card is None on a
     CPU."""
     tokens, seqs = 8192, 256
-    if card and card >= 70 * 2**30:  # vLLM's default for an A100 is less: this bound is high there
+    if card and card >= 70 * 2**30:  # of an A100 vLLM's defaults are the smaller ones
         tokens, seqs = 16384, 1024
     return tokens, args.max_num_seqs or seqs
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
-    """Sets the environment variables that vLLM and its libraries read when they are imported, unless
-    they are set already, silences a few warnings, and on a CPU repairs a thing in vLLM, with --tp
-    above 1 (`args`) two."""
+    """Sets the environment variables that vLLM and its libraries read when they are imported,
+    unless they are set already, silences a few warnings, and on a CPU repairs a thing in vLLM, with
+    --tp above 1 (`args`) two."""
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:

@@ -181,7 +181,8 @@ class Run:
 
     @property
     def evaluations(self) -> range:
-        """The steps before which the loop evaluates. `finish` makes the last evaluation."""
+        """The steps before which the loop evaluates: always the first, if there are rows. `finish`
+        makes the last evaluation."""
         every = self.args.eval_args.eval_every or self.args.steps
         return range(0, self.args.steps if self.inputs.eval_rows else 0, every)
 

@@ -72,9 +72,9 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Returns the prompts to compare: of the first rows, of the longest rows, and one made up that
-    leaves room for TOKENS alone. What depends on the length (windows, scaled frequencies) shows in
-    the last one."""
+    """Returns the prompts to compare: of the first rows of training and evaluation, of the longest
+    ones, and one made up that leaves room for TOKENS (or --max_tokens) alone. What depends on the
+    length (windows, scaled frequencies) shows in the last one."""
     rows = run.inputs.rows + run.inputs.eval_rows
     longest = sorted(rows, key=lambda row: len(row.prompt_ids))[-LONGEST:]
     rows = rows[:ROWS - len(longest)] + longest
