@@ -92,6 +92,7 @@ class World:
         """Returns the lists of all ranks, joined in rank order, on every rank. It is the inverse of
         `mine`. All ranks must call it (a collective).
         """
+        td.monitored_barrier(group=self.control)  # its error names the ranks that did not come
         lists: list = [None] * self.size
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
