@@ -149,19 +149,19 @@ def test_the_plan_counts_a_larger_teacher():
 
 
 def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_path):
-    def find(teacher: str, kind: str):
-        folders = []
-        for name in "student", teacher:
-            folders.append(str(tmp_path / name))
-            families.make("qwen2", folders[-1], {"vocab_size": 320 + 8 * (name != "student")})
-            if name == "other":
-                made = tiny.make_tokenizer()
-                made.add_tokens(["another"])
-                made.save_pretrained(folders[-1])
-        args = distill.Args(model="it", teacher=folders[1], divergence=kind)
-        files = inputs.ModelFiles(shape_of("tiny"), inputs.load_tokenizer("it", folders[0]),
-                                  folders[0], model.skeleton(folders[0]))
-        return find_teacher(args, files).reference == folders[1]
+    for name, rows in ("student", 320), ("wide", 328), ("other", 328):
+        families.make("qwen2", f"{tmp_path}/{name}", {"vocab_size": rows})
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    student = f"{tmp_path}/student"
+    files = inputs.ModelFiles(shape_of("tiny"), inputs.load_tokenizer("it", student), student,
+                              model.skeleton(student))
+
+    def find(teacher: str, kind: str) -> bool:
+        path = f"{tmp_path}/{teacher}"
+        args = distill.Args(model="it", teacher=path, divergence=kind)
+        return find_teacher(args, files).reference == path
 
     assert find("student", "jsd") and find("wide", "none")
     with pytest.raises(SettingsError, match="--teacher has 328 rows and --model 320.*none"):

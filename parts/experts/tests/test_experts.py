@@ -145,10 +145,11 @@ def test_engine_and_trainer_are_transformers(kind):
 def test_the_engine_is_asked_for_its_experts_and_one_that_tells_none_ends_the_run(monkeypatch):
     """vLLM tells them on a GPU alone: here its part is a stub."""
     llm, routes = fakes.without_vllm(monkeypatch), np.zeros((5, 2, 2))
-    policy = SimpleNamespace(args=fakes.args(replay_routing=True), module=SimpleNamespace(
-        lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral"))))
-    engine = families.engine_of("folder", fakes.World(), policy)
-    assert llm.options["enable_return_routed_experts"]
+    module = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
+    for replays in False, True:
+        engine = families.engine_of("folder", fakes.World(), SimpleNamespace(
+            args=fakes.args(replay_routing=replays), module=module))
+        assert llm.options["enable_return_routed_experts"] == replays
     found = engine.completion(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))

@@ -11,6 +11,7 @@ import fakes
 import families
 import model
 import plan
+import ppo
 import reference
 from examples import tiny
 from fakes import SCRIPTS, World
@@ -168,16 +169,14 @@ def test_refusals(refused, flags, sentence):
     assert refused("grpo", f"lora_rank=16 {flags}", sentence, shape_of("tiny"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_rates_that_are_not_given_are_ten_times_those_of_full_training(script):
-    files = SimpleNamespace(shape=SimpleNamespace(params=135_000_000))
+def test_rates_that_are_not_given_are_ten_times_those_of_full_training():
+    files, full = SimpleNamespace(shape=SimpleNamespace(params=135_000_000)), ppo.Args()
+    full.choose_rates(135_000_000)
     for given in 0, 0.5:
-        full, args = SCRIPTS[script].Args(), fakes.args(script, lora_rank=8, lr=given)
-        full.choose_rates(files.shape.params)
+        args = fakes.args(ppo, lora_rank=8, lr=given)
         plug.check(args, files, [])
         assert args.lr == (given or 10 * full.lr)
-        if full.critic_args:
-            assert args.critic_args.critic_lr == 10 * full.critic_args.critic_lr
+        assert args.critic_args.critic_lr == 10 * full.critic_args.critic_lr
 
 
 def test_an_engine_has_room_for_the_rank_and_keeps_its_base_asleep(monkeypatch):
