@@ -31,11 +31,16 @@ def real_run(tmp_path):
 
 @pytest.fixture
 def refused():
-    """Whether a plan refuses flags: with a sentence for each of the texts between " | ", and with
-    no other one."""
+    """Whether the plan of a script refuses flags, which are written group=1 stop=('x',): with a
+    sentence for each of the texts between " & ", and with no other one. "fine": with none."""
+    import fakes
     import plan
+    from reference_settings import literal
 
-    def check(args, words: str, shape=None) -> bool:
-        found, words = plan.problems(args, 1, shape=shape), [*filter(None, words.split(" | "))]
-        return len(found) == len(words) and all(text in "\n".join(found) for text in words)
+    def check(script, words: str, sentences: str, shape=None) -> bool:
+        flags = {name: literal(value) for name, value in (
+            word.split("=") for word in words.split())}
+        found = plan.problems(fakes.args(script, **flags), 1, shape=shape)
+        texts = [] if sentences == "fine" else sentences.split(" & ")
+        return len(found) == len(texts) and all(text in "\n".join(found) for text in texts)
     return check

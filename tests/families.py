@@ -140,7 +140,8 @@ def rounding(folder: str, batch: Batch, heat: float = HEAT) -> float:
 
 # ---- trainer, engine and transformers, before and after updates
 
-def three_steps(world, folder: str, engine: bool, **flags) -> list[tuple[Batch, torch.Tensor]]:
+def three_steps(world, folder: str, engine: bool, tp: int = 1, **flags
+                ) -> list[tuple[Batch, torch.Tensor]]:
     """[(completions, the trainer's log-probs)] before, between and after two updates. The weights
     of each are exported to FOLDER-0, FOLDER-1 and FOLDER-2.
 
@@ -151,7 +152,7 @@ def three_steps(world, folder: str, engine: bool, **flags) -> list[tuple[Batch, 
     rng, policy, found = np.random.default_rng(0), trainer_of(folder, world, **flags), []
     prompts = [prompt(i, rng.integers(3, 320, 100 + 10 * i).tolist()) for i in (0, 1, 5)]
     prompts = [p for p in prompts for _ in range(2)]
-    vllm = engine_of(folder, world, policy) if engine else None
+    vllm = engine_of(folder, world, policy, tp) if engine else None
     compare_policies(run_of(world, policy, vllm, prompts))
     for step in range(3):
         done = [*map(completion, rng.integers(3, 320, (len(prompts), 24)))]

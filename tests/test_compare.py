@@ -8,7 +8,7 @@ import pytest
 
 from errors import SettingsError
 from fakes import write_run
-from results import collect, table
+from results import collect
 from tools import compare, plot, samples, score
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 def made(folder: Path, seed: int, rewards: list[float], passes=None, **args) -> str:
     """A run. passes: the reward of each row in its last evaluation; the first one has 0.3. The rows
     have one text before all pictures, as those of `./run.sh vision`."""
-    metrics = [{"step": i, "reward/mean": r, "reward/exact": r / 2, "policy/entropy": None}
+    metrics = [{"step": i, "reward/mean": r, "reward/exact": r / 2, "policy/entropy": None,
+                "grad/norm": 1.5}
                for i, r in enumerate(rewards, 1)]
     kept = {}
     if passes:
@@ -79,11 +80,8 @@ def test_mistakes_are_one_sentence(tmp_path):
             ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
             ([ROOT / "which/which.json", "--", b], "which.json is no job's file"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
-        with pytest.raises(SettingsError, match=sentence) as error:
+        with pytest.raises(SettingsError, match=f"^.*{sentence}.*$"):
             compare.main([str(word) for word in words])
-        assert "\n" not in str(error.value)
-    with pytest.raises(SettingsError, match="x is not a run: it has no"):
-        plot.find([Path(a), Path("x")])
 
 
 def drawn(monkeypatch, capsys, *words) -> str:
@@ -159,27 +157,22 @@ def test_completions_are_shown_and_a_reward_is_tried_on_them(tmp_path, monkeypat
 
 
 def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
-    folders = []
-    for seed in (0, 1):
-        metrics = [{"step": 0, "eval/pass@1": 0.25, "eval/rows": 4, "time/eval": 2.0},
-                   {"step": 1, "reward/mean": 0.123456789, "reward/exact": 1, "time/sync": 1.0},
-                   {"step": 2, "reward/mean": None, "reward/exact": 0, "grad/norm": 1.5},
-                   {"step": 2, "eval/pass@1": 0.75, "eval/rows": 4}]
-        folders.append(write_run(tmp_path / f"a-{seed}", metrics, {}, seed=seed, reward=["exact"],
-                                 target_reward=[0.5, 1.0], target_eval=None,
-                                 versions={"commit": "c", "torch": "2"}, began=f"day {seed}"))
-        (folders[-1] / "plan.txt").write_text("")
-        (folders[-1] / "done.json").write_text('{"steps": 2}')
+    """With 4 digits, and without the metrics whose curve nobody reads. What is made of such files
+    is tried with those of results/, in test_pages.py."""
+    folders = [Path(made(tmp_path / f"a-{seed}", seed, [0.123456789, seed], [1, 0, 0],
+                         versions={"commit": f"c{seed}", "torch": "2"}, began=f"day {seed}"))
+               for seed in (0, 1)]
+    for folder in folders:
+        (folder / "plan.txt").write_text("")
+        (folder / "done.json").write_text('{"steps": 2}')
     job = collect.job_of(folders, "./run.sh", "loaded")
     (tmp_path / "job.json").write_text(collect.as_text(job))
-    runs = plot.runs_in(tmp_path / "job.json")
-    assert [run.args["seed"] for run in runs] == [0, 1]
-    assert [len(group) for group in plot.find([tmp_path / "job.json"])] == [2]
-    assert runs[1].metrics == {
-        "step": {0: 0, 1: 1, 2: 2}, "reward/mean": {1: 0.1235}, "reward/exact": {1: 1, 2: 0},
-        "eval/pass@1": {0: 0.25, 2: 0.75}, "eval/rows": {0: 4, 2: 4}}
-    assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c"
-    ends = [plot.ends(run, "reward/exact") for run in runs]
-    assert table.passed(job, ends) == "0 of 2"  # 0.5 at the end, and 1.0 was asked
+    assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c1"
+    own, (read,) = plot.runs_in(tmp_path), plot.find([tmp_path / "job.json"])
+    assert [run.args["seed"] for run in read] == [0, 1]
+    del own[1].metrics["grad/norm"]
+    assert read[1].metrics == own[1].metrics | {
+        "reward/mean": {1: 0.1235, 2: 1}, "reward/exact": {1: 0.06173, 2: 0.5},
+        "eval/pass@1": {0: 0.3, 2: 0.3333}, "policy/entropy": {}}
     with pytest.raises(SettingsError, match="a-0 has not finished, or its flags are not those of"):
         collect.job_of([folders[0], folders[0]], "./run.sh", "")

@@ -9,12 +9,9 @@ import checkpoint
 import fakes
 import plan
 from batch import Completion
-from data import Prompt, Row, Stream
-from parts.carry.carry import Carry
-from rollout import hash_seed
-
-SEEDS = {hash_seed(5, "train", position, i, *begun): (position, i, *begun, 0)[:3]
-         for position in range(64) for i in (0, 1) for begun in [(), *((n,) for n in range(40))]}
+from data import Stream
+from parts.carry import carry
+from tables import table
 
 
 def whole(position: int, i: int) -> int:
@@ -33,8 +30,9 @@ class Engine:
     def complete(self, requests, temperature):
         made = []
         for r in requests:
-            position, i, begun = SEEDS[r.seed]
-            assert r.prompt_ids == [position, *range(begun)]
+            seed, purpose, position, i, *begun = r.seed
+            begun, = begun or [0]
+            assert (seed, purpose) == (5, "train") and r.prompt_ids[1:] == [*range(begun)]
             n = min(r.room, whole(position, i) - begun)
             ids = np.arange(begun, begun + n, dtype=np.int32)
             ended = begun + n == whole(position, i) <= self.most
@@ -43,19 +41,10 @@ class Engine:
         return made
 
 
-def carry_of(ahead: int, tokens: int, most: int) -> Carry:
-    """3 prompts a step, two completions each. Rows come in the order of the file, at most 10 at a
-    time, as at the end of an epoch."""
-    stream = Stream([Row(3 * i + 1, "", [i], None, {}, "") for i in range(64)], 0)
-
-    def following(n: int):
-        n, start = min(n, 10), stream.position
-        stream.position += n
-        return [Prompt(start + k, stream.rows[start + k]) for k in range(n)]
-
-    stream.next = following
-    it = Carry(fakes.args(batch=3, group=2, seed=5, max_tokens=most, carry=ahead,
-                          carry_tokens=tokens), stream)
+def carry_of(ahead: int, tokens: int, most: int) -> carry.Carry:
+    """3 prompts a step, two completions each. An epoch of 10 prompts ends within a step."""
+    it = carry.Carry(fakes.args(batch=3, group=2, seed=5, max_tokens=most, carry=ahead,
+                                carry_tokens=tokens), Stream(fakes.rows(10), 0))
     it.engine = Engine(most)
     return it
 
@@ -77,10 +66,12 @@ def by_hand(ahead: int, tokens: int, steps: int, most: int) -> list[list[list[in
 
 @pytest.mark.parametrize("ahead, tokens, most", [
     (0, 32, 32), (1, 4, 32), (2, 4, 10), (1, 7, 32), (3, 32, 32)])
-def test_a_step_has_the_oldest_prompts_whenever_they_end(ahead, tokens, most):
+def test_a_step_has_the_oldest_prompts_whenever_they_end(monkeypatch, ahead, tokens, most):
     """No short one overtakes; ages are of the policies that sampled; in the middle the run goes on
-    from a checkpoint's JSON."""
-    it = carry_of(ahead, tokens, most)
+    from a checkpoint's JSON. A seed is here what it is made of."""
+    monkeypatch.setattr(carry, "hash_seed", lambda *words: words)
+    it, data = carry_of(ahead, tokens, most), Stream(fakes.rows(10), 0)
+    rows = [prompt.row for _ in range(36) for prompt in data.next(1)]
     for step, expected in enumerate(by_hand(ahead, tokens, 12, most)):
         if step == 5:
             again = carry_of(ahead, tokens, most)
@@ -92,7 +83,7 @@ def test_a_step_has_the_oldest_prompts_whenever_they_end(ahead, tokens, most):
         assert [s.prompt.position for s in samples] == [3 * step + k // 2 for k in range(6)]
         for k, (s, steps) in enumerate(zip(samples, expected, strict=True)):
             n, c = whole(s.prompt.position, k % 2), s.completion
-            assert s.prompt.row == it.stream.rows[s.prompt.position]
+            assert s.prompt.row == rows[s.prompt.position]
             assert c.ids.tolist() == ([*range(n - 1), 99] if n <= most else [*range(most)])
             assert c.truncated == (n > most) and c.steps.tolist() == steps
             assert c.logprobs.tolist() == [-x / 8 for x in steps]
@@ -101,20 +92,20 @@ def test_a_step_has_the_oldest_prompts_whenever_they_end(ahead, tokens, most):
         assert it.engine.metrics["carry/age_max"] == ages.max()
 
 
-ON = dict(carry=1, engine_correction="truncate")
-
-
-@pytest.mark.parametrize("flags, words", [
-    (ON, ""), (dict(carry=1), "--carry needs --engine_correction: older policies"),
-    (ON | dict(stop=("x",)), "--stop needs whole completions"),
-    (dict(carry=9), "--carry must be at least 0 and at most 8")])
+@pytest.mark.parametrize("flags, words", table("""
+carry=1 engine_correction=truncate | fine
+carry=1 | --carry needs --engine_correction: older policies
+carry=1 engine_correction=truncate stop=('x',) | --stop needs whole completions
+carry=9 engine_correction=truncate | --carry must be at least 0 and at most 8"""))
 def test_what_does_not_go_with_it_is_one_sentence(refused, flags, words):
-    """And a resume keeps what is in flight as it began."""
-    assert refused(fakes.args(**flags), words)
-    sizes = plan.Plan(fakes.args(batch=5, group=4, **flags), 2, 13, 0)
-    ahead = flags["carry"]
-    assert (sizes.in_flight, sizes.requests) == (5 * (1 + ahead), 10 * (1 + ahead))
-    assert sizes.batches == [5] and {"carry", "max_tokens"} <= checkpoint.fixed(fakes.args(**ON))
+    assert refused("grpo", flags, words)
+
+
+def test_the_plan_has_what_is_in_flight_and_a_resume_keeps_it_as_it_began():
+    args = fakes.args(batch=5, group=4, carry=2)
+    sizes = plan.Plan(args, 2, 13, 0)
+    assert (sizes.in_flight, sizes.requests, sizes.batches) == (15, 30, [5])
+    assert {"carry", "max_tokens"} <= checkpoint.fixed(args)
     assert "max_tokens" not in checkpoint.fixed(fakes.args())
 
 

@@ -27,11 +27,10 @@ from reference import (
     policy_metrics,
     update_policy,
 )
-from reference_settings import PROMPT, SAMPLED, VOCAB, Setting, drawn
+from reference_settings import PROMPT, SAMPLED, VOCAB, Setting, choices, drawn
 from shapes import shape_of
+from tables import table
 from updates import every_pair, folder, right  # noqa: F401
-
-KINDS = "reverse_kl", "forward_kl", "jsd"
 
 # ---- the update
 
@@ -105,10 +104,15 @@ class Taught(Setting):
         return learned(args, models[0], models[2], completions, seen, lr)
 
 
-CHOICES = SAMPLED | {
-    "teacher": ("x", None), "teacher_prompt": (None, "{question}"), "steps": (1, 2),
-    "divergence": ("none", *KINDS), "distill_coef": (1.0, 0.3), "reward": (("exact",),),
-    "reward_coef": (0.0, 2.0), "head_chunk": (2048, 5)}
+CHOICES = SAMPLED | choices("""
+teacher x None
+teacher_prompt None {question}
+steps 1 2
+divergence none reverse_kl forward_kl jsd
+distill_coef 1.0 0.3
+reward ('exact',)
+reward_coef 0.0 2.0
+head_chunk 2048 5""")
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(10**6, marks=pytest.mark.slow)])
@@ -116,7 +120,7 @@ def test_it_learns_as_its_formulas_say_on_two_ranks(count, folder, right):  # no
     every_pair(drawn("distill", CHOICES, Taught, group=3, count=count), 2, folder, right)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
 def test_a_divergence_is_exactly_nothing_from_itself_and_finite(kind):
     logits = (20 * torch.randn(4, 3)).requires_grad_()
     found = divergence.divergence(logits, logits.detach().clone(), kind)
@@ -145,19 +149,19 @@ def test_the_plan_counts_a_larger_teacher():
 
 
 def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_path):
-    def find(teacher: str, kind: str):
-        folders = []
-        for name in "student", teacher:
-            folders.append(str(tmp_path / name))
-            families.make("qwen2", folders[-1], {"vocab_size": 320 + 8 * (name != "student")})
-            if name == "other":
-                made = tiny.make_tokenizer()
-                made.add_tokens(["another"])
-                made.save_pretrained(folders[-1])
-        args = distill.Args(model="it", teacher=folders[1], divergence=kind)
-        files = inputs.ModelFiles(shape_of("tiny"), inputs.load_tokenizer("it", folders[0]),
-                                  folders[0], model.skeleton(folders[0]))
-        return find_teacher(args, files).reference == folders[1]
+    for name, rows in ("student", 320), ("wide", 328), ("other", 328):
+        families.make("qwen2", f"{tmp_path}/{name}", {"vocab_size": rows})
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    student = f"{tmp_path}/student"
+    files = inputs.ModelFiles(shape_of("tiny"), inputs.load_tokenizer("it", student), student,
+                              model.skeleton(student))
+
+    def find(teacher: str, kind: str) -> bool:
+        path = f"{tmp_path}/{teacher}"
+        args = distill.Args(model="it", teacher=path, divergence=kind)
+        return find_teacher(args, files).reference == path
 
     assert find("student", "jsd") and find("wide", "none")
     with pytest.raises(SettingsError, match="--teacher has 328 rows and --model 320.*none"):
@@ -185,22 +189,21 @@ def test_the_teachers_prompt_has_more_in_it():
             add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
 
 
-EXACT = dict(divergence="jsd", engine_correction="mask")
-
-
-@pytest.mark.parametrize("flags, words", [
-    ({}, ""), (dict(teacher=None, teacher_prompt="{question} {answer}"), ""),
-    (EXACT | dict(reward_coef=0.5, reward=("exact",), eval_data="tiny"), ""),
-    (dict(teacher=None), "--teacher or --teacher_prompt must be given"),
-    (dict(reward_coef=0.5), "--reward_coef needs --reward"),
-    (dict(reward_coef=0.5, reward=("exact",), group=1), "--group must be at least 2 (got 1)"),
-    (dict(eval_data="tiny"), "--eval_data needs --reward"),
-    (dict(target_reward=(0.1, 0.9)), "--target_reward needs --reward."),
-    (EXACT | dict(clip_low=0.1, clip_high=0.3, dual_clip=2.0), " | ".join(
-        f"--{name} is for the loss of sampled tokens" for name in (
-            "clip_low", "clip_high", "dual_clip", "engine_correction")))])
-def test_what_teaches_nothing_is_refused(refused, flags, words):
-    assert refused(fakes.args(distill, **dict(teacher="x", group=4) | flags), words)
+@pytest.mark.parametrize("flags, sentences", table("""
+group=1 | fine
+teacher=None teacher_prompt={question} | fine
+divergence=jsd engine_correction=mask reward_coef=0.5 reward=('exact',) eval_data=tiny | fine
+teacher=None | --teacher or --teacher_prompt must be given
+reward_coef=0.5 | --reward_coef needs --reward
+reward_coef=0.5 reward=('exact',) group=1 | --group must be at least 2 (got 1)
+eval_data=tiny | --eval_data needs --reward
+target_reward=(0.1,0.9) | --target_reward needs --reward.
+divergence=jsd engine_correction=mask clip_low=0.1 clip_high=0.3 dual_clip=2.0
+    | --clip_low is for the loss of sampled tokens & --clip_high is for the loss of sampled tokens
+    & --dual_clip is for the loss of sampled tokens
+    & --engine_correction is for the loss of sampled tokens"""))
+def test_what_teaches_nothing_is_refused(refused, flags, sentences):
+    assert refused(distill, f"teacher=x group=4 {flags}", sentences)
 
 
 def test_a_real_run_has_its_own_model_for_a_teacher_with_a_hint(real_run):

@@ -1,11 +1,11 @@
 """A mixture of experts is its equation, learns as the papers' formulas say, and uses the experts
 that the engine used where --replay_routing says so."""
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fakes
@@ -13,10 +13,10 @@ import families
 import plan
 import reference
 from errors import SettingsError
-from fakes import World
 from parts.experts import experts, plug
-from reference_settings import OFTEN, Setting, drawn
+from reference_settings import OFTEN, Setting, choices, drawn
 from shapes import shape_of
+from tables import table
 from updates import SIZES, every_pair, right, save_two  # noqa: F401
 
 KINDS = {"qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
@@ -97,11 +97,14 @@ class Routed(Setting):
         models[0].counts = np.zeros((2, 5))
         found = super().learn(args, models, samples, completions, lr, kl_coef)
         f = models[0].counts / models[0].counts.sum(1, keepdims=True)
-        largest = f.max(1)
-        entropy = [-sum(x * math.log(x) for x in layer if x) / math.log(5) for layer in f]
-        return found | {"router/largest_mean": largest.mean(), "router/largest_worst": max(largest),
-                        "router/entropy_mean": sum(entropy) / 2,
-                        "router/entropy_worst": min(entropy)}
+        entropy = stats.entropy(f, base=5, axis=1)
+        return found | {
+            "router/largest_mean": f.max(1).mean(), "router/largest_worst": f.max(),
+            "router/entropy_mean": entropy.mean(), "router/entropy_worst": entropy.min()}
+
+
+FIVE = dict(num_experts=5, num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=8,
+            pad_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +112,18 @@ def folder(tmp_path_factory) -> str:
     """Random models of five experts."""
     path = str(tmp_path_factory.mktemp("experts"))
     torch.manual_seed(0)
-    for kind, place, more in (
-            ("qwen3_moe", "", dict(moe_intermediate_size=8, norm_topk_prob=True)),
-            ("mixtral", "/mixtral", {}), ("olmoe", "/olmoe", {"pad_token_id": None})):
-        number = "num_local_experts" if kind == "mixtral" else "num_experts"
-        save_two(AutoModelForCausalLM.from_config(AutoConfig.for_model(
-            kind, **SIZES | {number: 5, "num_experts_per_tok": 2} | more)), path + place)
+    for kind in "qwen3_moe", "mixtral", "olmoe":
+        config = AutoConfig.for_model(kind, **SIZES | FIVE | {"norm_topk_prob": kind != "olmoe"})
+        save_two(AutoModelForCausalLM.from_config(config), f"{path}/{kind}")
     return path
 
 
-CHOICES = OFTEN | {"kl_loss_coef": (0.3,), "steps": (1, 2), "freeze_router": (False, True),
-                   "replay_routing": (False, True), "lm": ("", "mixtral/", "olmoe/")}
+CHOICES = OFTEN | choices("""
+kl_loss_coef 0.3
+steps 1 2
+freeze_router False True
+replay_routing False True
+lm qwen3_moe/ mixtral/ olmoe/""")
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(10**6, marks=pytest.mark.slow)])
@@ -141,11 +145,10 @@ def test_engine_and_trainer_are_transformers(kind):
 def test_the_engine_is_asked_for_its_experts_and_one_that_tells_none_ends_the_run(monkeypatch):
     """vLLM tells them on a GPU alone: here its part is a stub."""
     llm, routes = fakes.without_vllm(monkeypatch), np.zeros((5, 2, 2))
-    for replays in True, False:
-        policy = SimpleNamespace(
-            args=fakes.args(replay_routing=replays), module=SimpleNamespace(
-                lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral"))))
-        engine = families.engine_of("folder", World(), policy)
+    module = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
+    for replays in False, True:
+        engine = families.engine_of("folder", fakes.World(), SimpleNamespace(
+            args=fakes.args(replay_routing=replays), module=module))
         assert llm.options["enable_return_routed_experts"] == replays
     found = engine.completion(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
@@ -159,25 +162,26 @@ def test_the_engine_is_asked_for_its_experts_and_one_that_tells_none_ends_the_ru
 
 # ---- before a run
 
-MIXTURE = shape_of("Qwen/Qwen3-30B-A3B")
+@pytest.mark.parametrize("name, flags, words", table("""
+Qwen3-30B-A3B | freeze_router=True | fine
+Qwen3-30B-A3B | replay_routing=True | fine
+tiny | freeze_router=True | --freeze_router needs a model with experts.
+tiny | replay_routing=True | --replay_routing needs a model with experts."""))
+def test_flags_are_for_models_with_experts(refused, name, flags, words):
+    assert refused("grpo", flags, words, shape_of(name))
 
 
-@pytest.mark.parametrize("shape, flags, words", [
-    (MIXTURE, dict(freeze_router=True), ""), (MIXTURE, dict(replay_routing=True), ""),
-    (shape_of("tiny"), dict(freeze_router=True), "--freeze_router needs a model with experts."),
-    (shape_of("tiny"), dict(replay_routing=True), "--replay_routing needs a model with experts.")])
-def test_flags_are_for_models_with_experts(refused, shape, flags, words):
-    assert refused(fakes.args(**flags), words, shape)
+def test_the_experts_of_the_engine_need_a_gpu():
     files = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
-    if flags.get("replay_routing"):
-        with pytest.raises(SettingsError, match="--replay_routing needs a GPU"):
-            plug.check(fakes.args(**flags), files, [])
+    with pytest.raises(SettingsError, match="--replay_routing needs a GPU"):
+        plug.check(fakes.args(replay_routing=True), files, [])
 
 
 def test_the_plan_counts_all_parameters_and_those_of_a_token():
     """As its card says: 30.5B in total and 3.3B activated. A rank has whole experts."""
-    assert MIXTURE.params == 30_532_122_624
-    assert MIXTURE.params - MIXTURE.layers * MIXTURE.idle == 3_353_032_704
+    shape = shape_of("Qwen3-30B-A3B")
+    assert shape.params == 30_532_122_624
+    assert shape.params - shape.layers * shape.idle == 3_353_032_704
     made = plan.Plan(fakes.args(), 3, 64, 0)
-    found = plug.memory(None, None, MIXTURE)(made, MIXTURE, 80 * plan.GIB)
-    assert found.parts["weights"][1] == pytest.approx(4 * MIXTURE.params * 43 / 128)
+    found = plug.memory(None, None, shape)(made, shape, 80 * plan.GIB)
+    assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)

@@ -36,10 +36,20 @@ from parts.pictures import kinds, seeing
 from parts.pictures import rows as pictured
 from parts.pictures.engine import HELD, compare_ids, parts_of
 from parts.pictures.eyes import opened
-from pictures_worker import GROUP, Transformers, config_of, fabricate, make_folder, read
 from rollout import Request
+from seen import (
+    GROUP,
+    Transformers,
+    config_of,
+    engine_run,
+    fabricate,
+    make_folder,
+    read,
+)
 from shapes import shape_of
+from tables import table
 from tools import float64
+from updates import Spy, short
 
 ROW = {"prompt": "q", "image": "a.png"}
 
@@ -70,19 +80,8 @@ def test_engine_trainer_and_transformers_see_the_same(family, tp):
     """On two ranks, after each of three loads, in which the tower changed too: rows with equal ids
     and other pictures, two pictures in a row, a row without one, completions with the token of a
     picture, which no engine samples."""
-    out = f"{family}/out{tp}"
-    ranks.script(Path(__file__).with_name("pictures_worker.py"), family, out, tp, ranks=2)
-    found = json.loads(Path(out).read_text())
+    found = ranks.results(2, engine_run, family, tp)[0]
     assert len(found) == 3 and np.max(found) < families.ROUNDINGS, found
-
-
-class Spy:
-    """It keeps the gradient of its last step, by name, and whole."""
-
-    def step(self, lr):
-        self.gradient = {name.removeprefix("lm."): model.whole(p.grad).clone()
-                         for name, p in self.parameters.items()}
-        return super().step(lr)
 
 
 def updates(world, folder: Path) -> list:
@@ -94,11 +93,10 @@ def updates(world, folder: Path) -> list:
                           checkpointing=budget == 120, max_grad_norm=0.0, train_vision=trains)
         own = model.kinds(args, config_of(folder))
         module = float64.build(own.logprob_model, source, world, args)
-        policy = type("Spied", (Spy, own.policy), {})(module, world, args)
+        policy = type("Spied", (Spy, own.policy), {"gradients": found})(module, world, args)
         if not trains:
             export_model(policy, source, f"{folder}/same")
         grpo.learn(args, world, policy, samples, lr=1e-3)
-        found.append(policy.gradient)
     args = grpo.Args()
     critic = own.critic(model.build(own.value_model, source, world, args), world, args)
     micro = Batch(samples).micros(world, [*range(len(samples))], 400, "values")[0]
@@ -118,7 +116,7 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
     for size in 1, 2:
         gradients, sharded, values = ranks.results(size, updates, family, timeout=400)[0]
         for found, trains in zip(gradients, (False, True, True), strict=True):
-            right = {name: p.grad for name, p in theirs.lm.named_parameters()
+            right = {short(name): p.grad for name, p in theirs.lm.named_parameters()
                      if trains or not name.startswith(tower)}
             assert found.keys() == right.keys()
             assert difference(*(torch.cat([g[name].flatten() for name in sorted(right)])
@@ -191,17 +189,20 @@ def broken(folder: Path) -> None:
     Image.new("1", (10_000, 10_000)).save(folder / "huge.png")
 
 
-@pytest.mark.parametrize("row, words", [
-    *((ROW | {"image": f"{name}.png"}, f"must be a whole .* and .*{name}.png cannot be opened")
-      for name in ("cut", "text", "empty", "none", "huge")),
-    (ROW | {"image": "gone.png"}, "there is no picture .*gone.png"),
-    (ROW | {"image": 3}, "a picture must be a path beside the data, the bytes .*not 3"),
-    ({"prompt": "<image><image>", "image": "a.png"}, "has 2 places <image> and the row 1 pict"),
-    ({"prompt": "see <image>"}, "has 1 places <image> and the row 0 pictures")])
+@pytest.mark.parametrize("row, words", table(r"""
+{"prompt": "q", "image": "cut.png"} | must be a whole .* and .*cut.png cannot be opened
+{"prompt": "q", "image": "text.png"} | must be a whole .* and .*text.png cannot be opened
+{"prompt": "q", "image": "empty.png"} | must be a whole .* and .*empty.png cannot be opened
+{"prompt": "q", "image": "none.png"} | must be a whole .* and .*none.png cannot be opened
+{"prompt": "q", "image": "huge.png"} | must be a whole .* and .*huge.png cannot be opened
+{"prompt": "q", "image": "gone.png"} | there is no picture .*gone.png
+{"prompt": "q", "image": 3} | a picture must be a path beside the data, the bytes .*not 3
+{"prompt": "<image><image>", "image": "a.png"} | has 2 places <image> and the row 1 pict
+{"prompt": "see <image>"} | has 1 places <image> and the row 0 pictures"""))
 def test_a_bad_row_is_one_sentence_with_its_number(folder, row, words):
     broken(folder)
     with pytest.raises(SettingsError, match=f"rows.jsonl, row 2: .*{words}"):
-        read(folder, ROW, row)
+        read(folder, ROW, json.loads(row))
 
 
 def test_a_call_of_the_engine_holds_a_bounded_part_of_the_pixels(folder):
@@ -218,13 +219,16 @@ def test_a_call_of_the_engine_holds_a_bounded_part_of_the_pixels(folder):
 
 # ---- settings and files
 
-@pytest.mark.parametrize("sees, flags, words", [
-    (True, dict(train_vision=True), ""), (True, dict(max_image_tokens=9), ""),
-    (False, dict(train_vision=True), "--train_vision needs a model that sees pictures"),
-    (False, dict(max_image_tokens=64), "--max_image_tokens needs a model that sees pictures")])
-def test_flags_are_for_models_that_see(refused, folder, sees, flags, words):
-    shape = shape_from(model.skeleton(f"{folder}/model")) if sees else shape_of("tiny")
-    assert refused(fakes.args(**flags), words, shape)
+@pytest.mark.parametrize("name, flags, words", table("""
+sees | train_vision=True | fine
+sees | max_image_tokens=9 | fine
+tiny | train_vision=True | --train_vision needs a model that sees pictures
+tiny | max_image_tokens=64 | --max_image_tokens needs a model that sees pictures"""))
+def test_flags_are_for_models_that_see(refused, folder, name, flags, words):
+    shape = shape_of("tiny")
+    if name == "sees":
+        shape = shape_from(model.skeleton(f"{folder}/model"))
+    assert refused("grpo", flags, words, shape)
 
 
 def load(folder, change=lambda config: None, least=0, most=0):

@@ -120,8 +120,8 @@ def test_what_has_no_room_is_named(tmp_path, monkeypatch):
 
 def test_a_run_that_goes_on_has_a_page_with_the_ranges_of_defined_metrics(tmp_path, monkeypatch):
     folder = run_of(tmp_path / "a", 3, [made_up(0, "a", "b")])
-    (folder / "samples/eval_99999.jsonl").write_text("")
-    (folder / "samples/eval_100000.jsonl").write_text("")
+    for number in "99999", "100000":
+        (folder / f"samples/eval_{number}.jsonl").write_text("")
     assert [step for *_, kind, step, _ in report.sample_files([folder])
             if kind == "evaluation"] == [99_999, 100_000]  # by number
     for file in "metrics.jsonl", "samples/step_00001.jsonl":

@@ -11,6 +11,7 @@ import model
 import ranks
 from batch import pack
 from errors import SettingsError
+from live import Live
 from model_files import shape_from
 from parts.states import plug, states
 
@@ -36,17 +37,10 @@ def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(tmp_path)
     for p in lm.parameters():
         torch.nn.init.normal_(p, std=0.02)
     *_, packed, _ = pack([0] * 3, [[1] * 100] * 3, [torch.ones(61)] * 3, torch.device("cpu"))
-    layer, seen = lm.model.layers[0].linear_attn, {}
-
-    def keep(x):
-        seen[x.untyped_storage().data_ptr()] = x  # held, so no address comes twice
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        hidden = torch.randn(1, packed.tokens, 256, requires_grad=True)
-        layer(hidden_states=hidden, packed=packed)
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    saved = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
+    hidden = torch.randn(1, packed.tokens, 256, requires_grad=True)
+    with Live() as live:
+        out = lm.model.layers[0].linear_attn(hidden_states=hidden, packed=packed)
+    saved = sum(live.sizes.values()) - out.nbytes  # for backward
     shape, keys = shape_from(lm), (100 + 3 * 160) / packed.tokens
     memory = object.__new__(plug.memory(None, None, shape))
     memory.c = 4

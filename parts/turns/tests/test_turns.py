@@ -4,7 +4,6 @@ workers; a real run has the real engine."""
 import itertools
 import json
 import random
-import re
 import subprocess
 from contextlib import closing
 from types import SimpleNamespace
@@ -24,6 +23,8 @@ from families import ROOT
 from parts.turns import plug, turns
 from parts.turns.replies import Move, messages
 from rollout import Request
+from shapes import shape_of
+from tables import table
 from templates import ROLE, SAID, template, tokenizer_of, with_traits
 
 TOKENIZER, USER = tiny.make_tokenizer(), {"role": "user", "content": "z"}
@@ -37,16 +38,14 @@ def ids_of(text: str, tokenizer=TOKENIZER) -> list[int]:
 # ---- what stands between two turns
 
 TRIMMED = "{{ m['content'] | trim }}"
-CHATML = f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n"
 FAMILIES = {  # name: (control tokens, of which the last one ends a turn; the template)
-    "chatml": ("<|im_start|> <|im_end|>", template(CHATML, CHATML, "<|im_start|>assistant\n")),
     "llama": ("<s> <|h|> <|/h|> <|eot|>", template(
         *[f"<|h|>{ROLE}<|/h|>\n\n{TRIMMED}<|eot|>"] * 2, "<|h|>assistant<|/h|>\n\n", "<s>")),
     "mistral": ("<s> [INST] [/INST] </s>", template(
         f"[INST] {SAID} [/INST]", f" {SAID}</s>", "", "<s>")),
     "glm": ("[gMASK] <|assistant|> <|tool|> <|user|>", template(
         f"<|{ROLE}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n", "[gMASK]"))}
-FAMILIES |= dict.fromkeys(itertools.product((False, True), repeat=4))  # templates.with_traits
+FAMILIES |= dict.fromkeys(itertools.product((False, True), repeat=4))  # ChatML: with_traits
 
 
 def sentencepiece(text: str):
@@ -99,12 +98,11 @@ FORGETS = tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for"
 @pytest.mark.parametrize("text, vocab, message, words", [
     (STRICT, 320, TOOLS[0], "takes no messages of the roles user, assistant, tool .*only user"),
     (FORGETS, 320, USER, "before a message of role user the chat template rewrites"),
-    (tiny.CHATML, 50, USER, r"has an id of \d+; the model has 50"),
-    (tiny.CHATML, 320, USER | {"content": "a<|im_end|>b"}, "its words hold <|im_end|>")])
+    (tiny.CHATML, 50, USER, r"has an id of \d+; the model has 50")])
 def test_what_cannot_be_put_in_is_refused_with_the_reason(text, vocab, message, words):
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = text
-    with pytest.raises(SettingsError, match=words.replace("<|", r"<\|").replace("|>", r"\|>")):
+    with pytest.raises(SettingsError, match=words):
         turns.Bridge(tokenizer, [0, 2], vocab, None).ids(2, [message])
 
 
@@ -152,10 +150,10 @@ def complete(requests: list[Request]) -> list[turns.Turns]:
     return found
 
 
-def play(world, spec: str, cases: list, **flags):
+def play(world, spec: str, cases: list, flags: dict | None = None):
     """Episodes of (kind, worth of an environment) → what each is, and what the run says."""
     args = fakes.args(**dict(reply=spec, max_turns=4, max_tokens=ROOM, reward_workers=2,
-                             reward_timeout=2.0, reward=()) | flags)
+                             reward_timeout=2.0, reward=()) | (flags or {}))
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], spec.rpartition("/")[0], dict(
         kind=kind, worth=worth), "")) for i, (kind, worth) in enumerate(cases)]
     log, bridge = fakes.Log(), turns.Bridge(TOKENIZER, [0, 2], tiny.VOCAB, None)
@@ -169,14 +167,15 @@ def play(world, spec: str, cases: list, **flags):
 
 def by_hand(i: int, kind: str, worth: str = "", most: int = 4, pays: bool = True):
     """The episode as README.md says it. worth: of an environment, whose turns are paid."""
-    ids, sampled, logprobs, said, before = [], [], [], [], 0.0
+    tokens, said, before = [], [], 0.0  # (id, whether it was sampled, its log-prob)
     it, dice = SimpleNamespace(rolls=[]), random.Random(10 * i)
     for turn in range(most):
+        ids = [token for token, *_ in tokens]
         made, = complete([Request([5, 6, 7 + i, *ids], 10 * i + turn, ROOM - len(ids))])
-        ids, sampled = ids + made.ids.tolist(), sampled + [True] * len(made.ids)
-        logprobs, cut = logprobs + made.logprobs.tolist(), made.truncated
-        words = ids[len(ids) - len(made.ids):]
-        said.append(turns.said(TOKENIZER.decode(words[:-1] if words[-1] == 2 else words)))
+        words, cut = made.ids.tolist(), made.truncated
+        tokens += [(token, True, logprob) for token, logprob in zip(
+            words, made.logprobs.tolist(), strict=True)]
+        said.append(turns.said(TOKENIZER.decode([token for token in words if token != 2])))
         if pays and worth:
             said[-1]["paid"] = 0.0
         if cut or (turn == most - 1 and not worth):
@@ -196,15 +195,14 @@ def by_hand(i: int, kind: str, worth: str = "", most: int = 4, pays: bool = True
         put = [USER | {"content": put}] if isinstance(put, str) else [
             {"role": m["role"], "content": m["content"]} for m in put]
         text = "".join(f"\n<|im_start|>{m['role']}\n{m['content']}<|im_end|>" for m in put)
-        more = ids_of("<|im_end|>" * (ids[-1] != 2) + text + "\n<|im_start|>assistant\n")
-        cut = len(ids) + len(more) >= ROOM
+        more = ids_of("<|im_end|>" * (words[-1] != 2) + text + "\n<|im_start|>assistant\n")
+        cut = len(tokens) + len(more) >= ROOM
         if cut:
             break
-        ids, sampled = ids + more, sampled + [False] * len(more)
-        logprobs, said = logprobs + [0.0] * len(more), said + put
+        tokens, said = tokens + [(token, False, 0.0) for token in more], said + put
     if worth and "failed" not in said[-1]:
         said[-1]["reward"] = eval(worth, {"self": it})
-    return ids, sampled, logprobs, cut, said
+    return *map(list, zip(*tokens, strict=True)), cut, said
 
 
 @pytest.fixture
@@ -225,7 +223,7 @@ def test_episodes_are_those_by_hand_on_any_ranks(own):
             play(World(), f"{own}:reply", cases)]:
         assert found == expected
         assert len(said) == 1 and "because of --reply; it is counted (printed once)" in said[0]
-    two, _ = play(World(), f"{own}:reply", [("'go'", "")] * 4, max_turns=2)
+    two, _ = play(World(), f"{own}:reply", [("'go'", "")] * 4, dict(max_turns=2))
     assert two == [by_hand(i, "'go'", most=2) for i in range(4)]
 
 
@@ -240,22 +238,18 @@ def test_an_environment_keeps_its_state_and_pays_its_turns(own, tmp_path, reward
     def right(cases):
         return [by_hand(i, *case, most=most, pays=pays) for i, case in enumerate(cases)]
 
-    for found, _ in ranks.results(2, playing, f"{own}:Dice", cases, options):
+    for found, _ in ranks.results(2, play, f"{own}:Dice", cases, options):
         assert found == right(cases)
     made, closed = (len((tmp_path / name).read_text()) for name in ("made", "closed"))
     assert made == len(cases) and closed == made - 1  # each on its rank; what failed is not closed
     cases[4:6] = ("os._exit(3)", TOTAL), ("'go'", "float('nan')" if pays else TOTAL)
-    assert play(World(), f"{own}:Dice", cases, **options)[0] == right(cases)
-
-
-def playing(world, spec, cases, options):
-    return play(world, spec, cases, **options)
+    assert play(World(), f"{own}:Dice", cases, options)[0] == right(cases)
 
 
 def test_replies_that_never_fit_are_said_once(own):
     """--max_tokens of a task of one turn: each episode ends after its first."""
     spec = f"{own}:reply"
-    _, said = play(World(), spec, [("'go'", "")] * 6 + [("", "")] * 2, max_tokens=8)
+    _, said = play(World(), spec, [("'go'", "")] * 6 + [("", "")] * 2, dict(max_tokens=8))
     assert len(said) == 1 and "no reply fits: of " in said[0] and "--max_tokens 8 " in said[0]
     assert not play(World(), spec, [("", "")] * 4)[1] and messages("x" * 10**6)
 
@@ -287,8 +281,8 @@ def test_one_worker_answers_many_coroutines_at_once_and_each_alone_if_it_ends(tm
 
 # ---- the real script
 
-DOORS = dict(reply="examples/doors.py:Doors", reward=("turns",))
-CREDIT = dict(advantage="parts/turns/turn_credit.py:turn_credit")
+DOORS = "reply=examples/doors.py:Doors reward=('turns',)"
+CREDIT = "advantage=parts/turns/turn_credit.py:turn_credit"
 
 
 def test_a_real_run_is_what_it_says(real_run, own, tmp_path):
@@ -298,20 +292,18 @@ def test_a_real_run_is_what_it_says(real_run, own, tmp_path):
             for n, kind in enumerate(["'go'", str(TOOLS), "{}['gone']", "'go'"])]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     metrics, samples = real_run(
-        "grpo.py", f"--reply {own}:Dice --advantage {ROOT}/{CREDIT['advantage']} --reward turns "
-        "--data rows.jsonl --max_turns 3 --batch 4 --group 3 --seed 7 --steps 2 --max_tokens 160 "
-        "--max_prompt_tokens 64 --lr 1e-3 --no-export")
+        "grpo.py", f"--reply {own}:Dice --advantage {ROOT}/parts/turns/turn_credit.py:turn_credit "
+        "--reward turns --data rows.jsonl --max_turns 3 --batch 4 --group 3 --seed 7 --steps 2 "
+        "--max_tokens 160 --max_prompt_tokens 64 --lr 1e-3 --no-export")
     assert max(row["rollout/logprob_gap_max"] for row in metrics) < 1e-4
+    for one in samples:
+        assert one["reward"] == one["turns"][-1].get("reward")
+        assert (one["reward"] is None) == any("failed" in turn for turn in one["turns"])
+        assert sum(one["sampled"]) == one["tokens"]
     for row, found in zip(metrics, (samples[:12], samples[12:]), strict=True):
-        failed = [any("failed" in turn for turn in one["turns"]) for one in found]
-        assert row["rollout/reply_failed"] == sum(failed) > 0
-        assert [one["reward"] is None for one in found] == failed
-        scored = [one for one in found if one["reward"] is not None]
-        for one in scored:
-            paid = sum(turn.get("paid", 0) for turn in one["turns"])
-            assert paid == pytest.approx(one["reward"]) == one["turns"][-1]["reward"]
-            assert sum(one["sampled"]) == one["tokens"] < len(one["sampled"])
-        assert row["reward/turns"] == pytest.approx(np.mean([one["reward"] for one in scored]))
+        scored = [one["reward"] for one in found if one["reward"] is not None]
+        assert row["rollout/reply_failed"] == 12 - len(scored) > 0
+        assert row["reward/turns"] == pytest.approx(np.mean(scored))
         assert row["rollout/turns_mean"] > 2 and row["grad/norm"] > 0
 
 
@@ -325,46 +317,51 @@ def test_the_game_is_learned():
 
 # ---- what is refused
 
-
-
-@pytest.mark.parametrize("flags, words", [
-    (dict(reward=("environment",)), "--reward environment or turns needs --reply FILE.py:NAME"),
-    (dict(reward=("exact", "turns:0.5")), "--reward environment or turns needs --reply"),
-    (DOORS | CREDIT | dict(reward=("exact",)), "no --reward counts it: give --reward turns"),
-    (DOORS | CREDIT | dict(dynamic_sampling=True), "learns from groups of equal rewards too"),
-    (DOORS | CREDIT | dict(loss="variants/gmpo.py:gmpo"), "has an advantage for each token"),
-    (DOORS | CREDIT | dict(loss="gspo"), ""), (DOORS, "")])
+@pytest.mark.parametrize("flags, words", table("""
+reward=('environment',) | --reward environment or turns needs --reply FILE.py:NAME
+reward=('exact','turns:0.5') | --reward environment or turns needs --reply
+DOORS reward=('exact',) CREDIT | no --reward counts it: give --reward turns
+DOORS dynamic_sampling=True CREDIT | learns from groups of equal rewards too
+DOORS loss=variants/gmpo.py:gmpo CREDIT | has an advantage for each token
+DOORS loss=gspo CREDIT | fine
+DOORS | fine"""))
 def test_settings_that_do_not_fit_are_one_sentence(refused, flags, words):
-    assert refused(fakes.args(**flags), words)
-    if flags == DOORS:
-        found = fakes.args(**DOORS).parts.turns.rules(SimpleNamespace(
-            args=fakes.args(), shape=SimpleNamespace(kind="pictures")))
-        assert "--reply is for models that read text alone" in next(found)
+    assert refused("grpo", flags.replace("DOORS", DOORS).replace("CREDIT", CREDIT), words)
 
 
-CLASS = "class Own:\n    def {}(self, turns): return None\n"
+def test_a_model_that_sees_takes_no_replies(refused):
+    shape = shape_of("tiny")
+    shape.kind = "pictures"
+    assert refused("grpo", DOORS, "--reply is for models that read text alone", shape)
 
 
-@pytest.mark.parametrize("code, flags, row, words", [
-    ("def Own(row): return None", {}, {}, r"with a parameter turns \(it has \['row'\]"),
-    ("def Own(turns, colour): return None", {}, {}, "reply needs? 'colour'|Own needs 'colour'"),
-    ("def Own(turns): return None", {}, dict(chat_template_kwargs={"a": 1}), "take no --reply"),
-    ("def Own(turns): return None", dict(reward=("turns",)), {}, "--reward turns needs a class w"),
-    (CLASS.format("answer"), {}, {}, "needs a method reply"),
-    ("class Own:\n    async def reply(self, turns): pass\n", {}, {}, "must be def, not async"),
-    (CLASS.format("reply") + "    reward = property(len)", {}, {}, "reply, reward and close of"),
-    (CLASS.format("reply"), dict(reward=("environment:2",)), {}, "needs a class with reward"),
-    ("x = 1", {}, {}, "Own"), (None, {}, {}, "--reply .*no such file"),
-    (CLASS.format("reply"), {}, {}, None)])
-def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, flags, row,
-                                                                    words):
-    if code:
-        (tmp_path / "own.py").write_text(code)
-    args = fakes.args(**dict(reply=f"{tmp_path}/own.py:Own", reward_workers=1, reward=()) | flags)
+@pytest.mark.parametrize("code, reward, words", table(r"""
+def Own(row): return None | exact | with a parameter turns \(it has \['row'\]
+def Own(turns, colour): return None | exact | Own needs 'colour'|reply needs? 'colour'
+def Own(turns): return None | turns | --reward turns needs a class with reward
+class Own: answer = print | exact | needs a method reply
+class Own: reply = sum; reward = property(len) | exact | reply, reward and close of
+class Own: reply = asyncio.sleep | exact | must be def, not async
+class Own: reply = print | environment:2 | needs a class with reward
+x = 1 | exact | Own
+none | exact | --reply .*no such file"""))
+def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, reward, words):
+    """none: there is no file."""
+    if code != "none":
+        (tmp_path / "own.py").write_text(f"import asyncio\n{code}")
+    with pytest.raises(SettingsError, match=words):
+        checked(tmp_path, reward)
+
+
+def test_a_reply_that_can_be_used_needs_one_template_for_all_rows(tmp_path):
+    (tmp_path / "own.py").write_text("class Own: reply = print")
+    checked(tmp_path, "exact")
+    with pytest.raises(SettingsError, match="take no --reply"):
+        checked(tmp_path, "exact", chat_template_kwargs={"a": 1})
+
+
+def checked(folder, reward: str, **columns) -> None:
+    """What is checked of Own in own.py before weights load, with a row of these columns."""
+    args = fakes.args(reply=f"{folder}/own.py:Own", reward_workers=1, reward=(reward,))
     files = SimpleNamespace(tokenizer=TOKENIZER, ends=[2], shape=SimpleNamespace(vocab=320))
-    rows = [data.Row(0, "q", [5], "a", row, "")]
-    if words is None:
-        return plug.check(args, files, rows)
-    with pytest.raises(SettingsError) as error:
-        plug.check(args, files, rows)
-    assert re.search(words, str(error.value))
+    plug.check(args, files, [data.Row(0, "q", [5], "a", columns, "")])

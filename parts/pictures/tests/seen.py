@@ -1,14 +1,10 @@
-"""Small models that see, rows with pictures, and what transformers' own model and processor make of
-them. Run by torchrun from test_pictures.py, `pictures_worker.py FOLDER OUT TP` compares an engine
-that sees, the trainer and transformers. Rank 0 writes OUT."""
+"""Small models that see, rows with pictures, what transformers' own model and processor make of
+them, and how far an engine that sees and the trainer are from that."""
 import json
 import random
-import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-sys.path.insert(1, str(Path(__file__).parents[3] / "tests"))
 import numpy as np
 import torch
 from PIL import Image, ImageOps
@@ -17,21 +13,20 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import data
-import dist
 import families
 import inputs
 import model
-import same_policy
-from batch import Completion, Sample
+from batch import Batch, Sample
 from checkpoint import export_model
 from examples import squares
+from learning import sample
 from model_files import family_of
 from parts.pictures import kinds
 from parts.pictures import rows as pictured
-from rewards import Score
+from same_policy import compare_policies
 from tools import float64
 
-HEAT, GROUP = 0.9, 3  # the temperature; completions of a prompt
+GROUP = 3  # completions of a prompt
 ROWS = [{"prompt": "q", "image": "a.png"}, {"prompt": "<image>q", "images": ["b.png"]},
         {"prompt": "q", "image": "a.png"}, {"prompt": "text alone", "image": None},
         {"problem": "First <image>, then\n<image>?", "images": ["c.png", "d.png"], "answer": "3"},
@@ -74,14 +69,12 @@ def read(folder: Path, *rows: dict) -> list[data.Row]:
 def fabricate(folder: Path) -> list[Sample]:
     """Completions of ROWS. Some have the token of a picture, which stands for none there."""
     rng, samples = np.random.default_rng(0), []
-    for i, row in enumerate(read(folder, *ROWS)):
+    for row in read(folder, *ROWS):
         for g in range(GROUP):
-            ids = rng.integers(3, 324, rng.integers(1, 11)).astype(np.int32)
+            ids = rng.integers(3, 324, rng.integers(1, 11))
             if g == 1:
                 ids[-1] = ids[0] = config_of(folder).image_token_id
-            samples.append(Sample(data.Prompt(i, row), Completion(
-                ids, np.full(len(ids), -6.0, np.float32), False), "t", Score(
-                float(rng.random()), {"exact": 0.0}, None)))
+            samples.append(sample(row, ids, float(rng.random()), -6.0))
     return samples
 
 
@@ -114,40 +107,39 @@ class Transformers:
         return (logits / heat).log_softmax(-1).gather(-1, ids.T).squeeze(-1)
 
 
-def engine_run(folder: str, out: str, tp: str) -> None:
+def batch_of(samples: list[Sample]) -> Batch:
+    """A batch without rewards: those of the engine have none."""
+    return families.scored([s.prompt for s in samples], [s.completion for s in samples])
+
+
+def engine_run(world, folder: Path, tp: int) -> list[list[float]]:
     """Three loads of weights, with an update of all that is trained between → the largest gaps of
-    engine and trainer, in what float32 rounds."""
-    world, source = dist.join(120), f"{folder}/model"
+    the trainer from transformers and from the engine, in what float32 rounds."""
+    source, out, found = f"{folder}/model", f"{folder}/out{tp}", []
     policy = families.trainer_of(source, world, train_vision=True)
-    made, found = fabricate(Path(folder)), []
+    made = fabricate(folder)
     prompts = [sample.prompt for sample in made[::GROUP]]
-    engine = families.engine_of(source, world, policy, int(tp), rows=[it.row for it in prompts])
+    engine = families.engine_of(source, world, policy, tp, rows=[it.row for it in prompts])
     for step in range(3):
         engine.load(policy)
-        samples = engine.sample(prompts, 4, HEAT)
+        samples = engine.sample(prompts, 4, families.HEAT)
         assert not any((s.completion.ids == engine.eyes.token).any() for s in samples)
-        batch = families.scored(*zip(*((s.prompt, s.completion) for s in samples + made),
-                                     strict=True))
-        ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
+        batch = batch_of(samples + made)
+        ours = families.trainer_logprobs(world, policy, batch)
         export_model(policy, source, f"{out}.{step}")
         world.barrier()
         with torch.no_grad():
-            plain, exact = (torch.cat([it.logprobs(s, HEAT) for s in samples + made]) for it in (
-                Transformers(f"{out}.{step}", dtype) for dtype in (torch.float32, torch.float64)))
+            plain, exact = (
+                torch.cat([it.logprobs(s, families.HEAT) for s in batch.samples])
+                for it in (Transformers(f"{out}.{step}", torch.float32),
+                           Transformers(f"{out}.{step}", torch.float64)))
         theirs = families.engine_logprobs(batch)
         sampled = torch.arange(len(ours)) < sum(len(s.completion.ids) for s in samples)
         likely = exact > -50  # that of an image token is about -100, which float32 rounds
         rounding = (plain - exact)[likely].abs().max()
         found.append([float(gap.abs().max() / rounding) for gap in (
             (ours - plain)[likely], (ours - theirs)[sampled])])
-        same_policy.compare_policies(families.run_of(world, policy, engine, prompts))
-        for micro in batch.micros(world, [*range(len(samples))], 400, "update"):
-            policy.backward(policy.logprobs(micro, 1.0)[0].sum() / 100)
-        assert policy.step(3e-3) > 0
-    if world.rank == 0:
-        Path(out).write_text(json.dumps(found))
+        compare_policies(families.run_of(world, policy, engine, prompts))
+        families.update(world, policy, batch_of(samples))
     engine.close()
-
-
-if __name__ == "__main__":
-    dist.run(engine_run, *sys.argv[1:])
+    return found
