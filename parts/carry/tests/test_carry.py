@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import checkpoint
 import fakes
+import losses
 import plan
 from batch import Completion
 from data import Stream
@@ -117,3 +119,29 @@ def test_a_real_run_trains_on_positions_in_order(real_run):
     assert [row["position"] for row in rows[::3]] == [0, 1, 2, 3, 8, 9, 10, 11]  # of steps 1 and 3
     assert all(len(row["steps"]) == row["tokens"] for row in rows)
     assert max(row["carry/old_tokens_frac"] for row in metrics) > 0
+
+
+# ---- the bias that an older policy leaves
+
+@pytest.mark.parametrize("kind, first, second", [
+    (None, 0.122, 0.028), ("truncate", 0, 0.028), ("sequence_truncate", 0, 0)])
+def test_the_bias_that_is_left_in_the_expected_gradient(kind, first, second):
+    """An older policy sampled the first of two tokens, of three that each can be. The error, of the
+    gradient for the first token and for the second, over all nine completions; no bound acts."""
+    draws = torch.Generator().manual_seed(0)
+    theta, R = (torch.randn(n, 3, generator=draws, dtype=torch.float64) for n in (4, 3))
+    theta.requires_grad_()
+    older = theta[0].detach() + 0.3 * torch.randn(3, generator=draws, dtype=torch.float64)
+    a, b = torch.cartesian_prod(torch.arange(3), torch.arange(3)).T
+    logp = torch.stack([theta[0].log_softmax(-1)[a], theta[1:].log_softmax(-1)[a, b]], 1)  # (9, 2)
+    engine = torch.stack([older.log_softmax(-1)[a], logp[:, 1].detach()], 1)
+    exact = torch.autograd.grad(logp.sum(1).exp() @ R[a, b], theta, retain_graph=True)[0]
+    factors, row = torch.ones(18, dtype=torch.float64), torch.arange(9).repeat_interleave(2)
+    if kind:
+        factors, _ = losses.engine_correction(
+            logp.detach().flatten(), engine.flatten(), row, n_rows=9, kind=kind, low=0, high=9)
+    chance = engine.sum(1).exp()
+    estimate = (chance * R[a, b] * (factors.view(9, 2) * logp).sum(1)).sum()
+    error = torch.autograd.grad(estimate, theta)[0] - exact
+    found = [(error[part].norm() / exact[part].norm()).item() for part in (0, slice(1, None))]
+    assert found == pytest.approx([first, second], abs=1e-3)

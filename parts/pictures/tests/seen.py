@@ -84,7 +84,7 @@ class Transformers:
     def __init__(self, folder: str, dtype=torch.float64):
         self.processor = AutoProcessor.from_pretrained(folder)
         self.lm = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
-        for part in family_of(self.lm.config).parts(self.lm) if dtype == torch.float64 else ():
+        for part in family_of(self.lm.config).stacks(self.lm) if dtype == torch.float64 else ():
             float64.widen(part)
         embedding = self.lm.get_input_embeddings()
         embedding.register_forward_hook(lambda *_: F.embedding(self.ids, embedding.weight))

@@ -131,7 +131,8 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
     columns, twice with a gate (Qwen2.5-VL), and hidden: 64 and 128 in these models."""
     lm, moments = model.skeleton(f"{family}/model"), []
     shape, kind = shape_from(lm), lm.config.model_type
-    tower = sum(p.numel() for part in family_of(lm.config).parts(lm)[1:] for p in part.parameters())
+    towers = family_of(lm.config).stacks(lm)[1:]
+    tower = sum(p.numel() for one in towers for p in one.parameters())
     assert (shape.params, shape.tower.params) == (sum(p.numel() for p in lm.parameters()), tower)
     sizes = vars(shape.tower)
     assert [sizes[name] for name in ("hidden", "patches", "layers", "deep", "made")] == [
