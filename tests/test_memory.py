@@ -34,13 +34,16 @@ from ranks import results
 from shapes import config_of, shape_of
 
 
+def memory_of(args, ranks: int, shape, gpu_gb: float = 80, rows: int | None = None) -> Memory:
+    return extended("memory", Memory, args, shape)(
+        plan.Plan(args, ranks, rows, 0), shape, gpu_gb * GIB)
+
+
 def planned(script, ranks: int, gpu_gb: float, **flags) -> Memory:
     """The memory of a run with Qwen2.5-7B."""
     args = fakes.args(script, **dict(batch=8, group=8, max_tokens=4096) | flags)
     assert not plan.problems(args, ranks, 7473)
-    shape = shape_of("Qwen2.5-7B")
-    return extended("memory", Memory, args, shape)(
-        plan.Plan(args, ranks, 7473, 0), shape, gpu_gb * GIB)
+    return memory_of(args, ranks, shape_of("Qwen2.5-7B"), gpu_gb, 7473)
 
 
 # ---- the formulas, against the tracker
@@ -97,9 +100,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
             held = sum(p.nbytes for p in root.parameters()) / ranks
     finally:
         td.destroy_process_group()
-    shape = shape_of(name, layers)
-    found = extended("memory", Memory, args, shape)(
-        plan.Plan(args, ranks, None, 0), shape, 80 * GIB)
+    found = memory_of(args, ranks, shape_of(name, layers))
     phase = ("critic " if critic else "") + ("update" if grad else "score")
     theirs = held + sum(found.micro_batch(
         plan.Phase(phase, 1000, micro.size, LENGTH, ranks, batch.KEYS)))
@@ -168,17 +169,14 @@ def test_what_the_plan_says_would_work_does(script, ranks, gpu_gb):
 def test_the_printed_plan_has_each_part_and_their_sum():
     """4 bytes of a weight, of its gradient, of each of two moments; 2 of one of the reference. A
     critic needs what the policy needs."""
-    rows = {name: (float(a), float(b)) for name, a, b in re.findall(
-        r"^    ([a-z -]+?) +([\d.]+) +([\d.]+)$", planned(
-            "ppo", 4, 80, kl_reward_coef=0.1).text(), re.M)}
-    total = rows.pop("sum")
-    for column in 0, 1:
-        assert sum(sizes[column] for sizes in rows.values()) == pytest.approx(
-            total[column], abs=0.05)
-    n = 7_615_616_512 / 4 / GIB
+    found = planned("ppo", 4, 80, kl_reward_coef=0.1)
+    n = 7_615_616_512 / 4
     for name, size in dict(weights=4, gradients=4, moments=8, critic=16, reference=2).items():
-        assert rows[name][1] == pytest.approx(size * n, abs=0.01)
-    assert rows["logits"][1] == pytest.approx(5 * 0.5, abs=0.01)  # of 512 MiB each
+        assert found.parts[name][1] == size * n
+    assert found.parts["logits"][1] == pytest.approx(5 * GIB / 2, rel=1e-3)  # of 512 MiB each
+    sums = [sum(column) for column in zip(*found.parts.values(), strict=True)]
+    for name, (a, b) in {**found.parts, "sum": sums}.items():
+        assert re.search(rf"^    {name} +{a / GIB:.2f} +{b / GIB:.2f}$", found.text(), re.M), name
 
 
 @pytest.mark.parametrize("flags, said", [
