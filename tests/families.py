@@ -60,7 +60,7 @@ def trainer_of(folder: str, world, **flags) -> model.Policy:
     """The policy of a run with these flags."""
     args = changed(grpo.Args(model=folder), **flags)
     kinds = model.kinds(args, model.config_of(folder))
-    return kinds.policy(model.build(kinds.logprob_model, folder, world, args), world, args)
+    return kinds.policy(float64.build(kinds.logprob_model, folder, world, args), world, args)
 
 
 def run_of(world, policy, engine=None, prompts=(), dtype=torch.float32, folder: str = "",
@@ -105,10 +105,11 @@ def single_rows(lm, batch: Batch, heat: float = HEAT) -> torch.Tensor:
     """By transformers' own forward of each row alone."""
     out = []
     for sample in batch.samples:
-        completion, sampled = sample.completion.ids, torch.from_numpy(sample.completion.sampled)
-        ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
-        logprobs = (lm(ids.view(1, -1)).logits[0] / heat).log_softmax(-1)  # (L, V)
-        out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1)[sampled])
+        prompt, done = sample.prompt.row.prompt_ids, sample.completion
+        ids = torch.tensor([*prompt, *done.ids])
+        logits = lm(ids.unsqueeze(0)).logits[0, len(prompt) - 1:-1]  # (T, V)
+        logprobs = (logits / heat).log_softmax(-1).gather(-1, ids[len(prompt):].unsqueeze(-1))
+        out.append(logprobs.squeeze(-1)[torch.from_numpy(done.sampled)])
     return torch.cat(out)
 
 
@@ -134,6 +135,12 @@ def rounding(folder: str, batch: Batch, heat: float = HEAT) -> float:
     """How far transformers' own float32 is from its float64 here, at most, in nats."""
     return float((plain(folder, batch, heat) - plain(folder, batch, heat, torch.float64)
                   ).abs().max())
+
+
+def same(one: dict, other: dict) -> bool:
+    """Whether both have the same tensors, bit for bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n], other[n]) and one[n].dtype == other[n].dtype for n in one)
 
 
 # ---- trainer, engine and transformers, before and after updates
@@ -169,7 +176,7 @@ def gaps(folder: str, found) -> tuple[float, float, float]:
     nats."""
     each = []
     for step, (batch, ours) in enumerate(found):
-        there = plain(f"{folder}-{step}", batch), engine_logprobs(batch)
+        there = plain(f"{folder}-{step}", batch), batch.engine_logprobs
         each.append([*(float((ours - theirs).abs().max()) for theirs in there),
                      rounding(f"{folder}-{step}", batch)])
     return tuple(map(max, zip(*each, strict=True)))

@@ -39,16 +39,9 @@ def test_a_sync_by_copies_brings_the_bits_of_vllms_loader(found):
     assert found["copied"] == (places > 0)
 
 
-def test_the_guard_names_a_wrong_engine_and_a_wrong_trainer(found):
-    """compare_policies: one rank's wrong tensor is seen on all, and so is a head of another
-    scale. Granite divides its logits: nobody noticed."""
-    said = dict(found["guard"])
-    assert said.pop("well") == "they agree"
-    head = said.pop("head x 2")
-    assert "trainer and transformers differ" in head and "LogprobModel in model.py" in head
-    for fault, sentence in said.items():
-        assert re.match(r"engine and trainer differ before an update by [\d.]+ nats a "
-                        r"token, more than --max_gap 0.001; .* did not take all", sentence), fault
+def test_a_weight_that_one_rank_did_not_load_is_seen_on_all(found):
+    assert re.match(r"engine and trainer differ before an update by [\d.]+ nats a token, more than "
+                    r"--max_gap 0.001; .* did not take all", found["said"])
 
 
 def test_what_a_seed_samples_depends_on_nothing_else(found):
