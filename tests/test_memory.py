@@ -1,6 +1,7 @@
 """What bounds memory: plan.py's formulas hold what FSDP's own memory tracker counts, on fake
 tensors of models of up to 7B; and a plan that does not fit is refused with what would work."""
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +65,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
     parameters, gradients, activations and what FSDP gathers. layers: 0 are all."""
     micro, args = micro_of(tokens), fakes.args(
         "ppo" if critic else "grpo", dtype="bfloat16", checkpointing=checkpointing)
-    packed = micro.inputs["packed"]
-    packed.blocks  # noqa: B018 computed now: fake tensors have no numbers
+    blocks = micro.inputs["packed"].blocks  # of fake tensors it cannot be computed
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,))
@@ -79,9 +79,11 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
             model.shard(root, layers_of, mesh, torch.bfloat16, torch.float32, checkpointing, False)
             AttentionInterface.register("packed", batch.attention)
             lm.set_attn_implementation("packed")
-            packed.blocks, *given = tree_map_only(torch.Tensor, fake.from_tensor, (
-                packed.blocks, micro.inputs, micro.source, micro.targets))
-            given = given[:2] if critic else [*given, 1.0, False]
+            blocks, tensors = tree_map_only(
+                torch.Tensor, fake.from_tensor, (blocks, micro.inputs))
+            given = tensors | {"packed": SimpleNamespace(blocks=blocks)}, torch.arange(micro.size)
+            if not critic:
+                given += torch.zeros(micro.size, dtype=torch.long), 1.0, False
             for _ in range(1 + grad):
                 tracker = FSDPMemTracker(root)
                 tracker.track_inputs((given,))
