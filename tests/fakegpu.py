@@ -3,7 +3,7 @@ and no numbers. Tensors of the host are real.
 
 torch without CUDA cannot make a gradient of a fake tensor of device "cuda", but of a meta tensor.
 """
-from contextlib import ExitStack
+import sys
 from unittest import mock
 
 import torch
@@ -24,24 +24,31 @@ def on_host(x) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "cpu"
 
 
+def of_logits(logits, *rest):
+    """model.of_logits, which gets at least float32."""
+    assert logits.dtype == torch.float32
+    return model.of_logits(logits, *rest)
+
+
+def pretend(monkeypatch) -> None:
+    """torch does not look for a GPU, and nothing is compiled."""
+    for owner, name, value in (
+            (torch.cuda, "_lazy_init", mock.Mock()), (model, "compiled", lambda: of_logits),
+            (torch.Tensor, "pin_memory", lambda x: x),
+            (torch.Tensor, "is_cuda", property(on_gpu)),
+            (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices",
+             lambda: ["cuda", "meta"])):
+        monkeypatch.setattr(owner, name, value)
+
+
 class FakeGpu(TorchDispatchMode):
-    """with FakeGpu() as gpu: … An operation on both devices is an AssertionError. A
-    size that is on the device is an error of meta tensors. gpu.varlen: the arguments of each call
-    of that kernel."""
+    """with FakeGpu(kernel): … An operation on both devices is an AssertionError. A size that is on
+    the device is an error of meta tensors. kernel: a list that gets the arguments of each call of
+    the kernel of attention."""
 
-    def __enter__(self):
-        self.varlen, self.stack = [], ExitStack()
-        for owner, name, value in (
-                (torch.cuda, "_lazy_init", mock.Mock()),
-                (model, "compiled", lambda: model.of_logits),
-                (torch.Tensor, "pin_memory", lambda x: x),
-                (torch.Tensor, "is_cuda", property(on_gpu))):
-            self.stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.stack.close()
+    def __init__(self, kernel: list):
+        super().__init__()
+        self.kernel = kernel
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -61,5 +68,5 @@ class FakeGpu(TorchDispatchMode):
                 f"{function} mixes the host and the device: "
                 f"{[(x.device.type, *x.shape) for x in leaves if isinstance(x, torch.Tensor)]}")
         if "varlen_attn" in str(function) and "backward" not in str(function):
-            self.varlen.append(args)
+            self.kernel.append(args)
         return function(*args, **kwargs)

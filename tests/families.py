@@ -3,12 +3,8 @@
 `python tests/families.py` tries the models of family_cases.CASES, `python tests/families.py X` one
 of them by its name, or any other model_type of transformers (half a minute each).
 """
-import json
-import os
-import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +13,13 @@ import numpy as np
 import torch
 
 import data
+import fakes
 import grpo
 import model
 import part
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from family_cases import CASES, make
-from forked import PYTHON
 from rewards import Score
 from rollout import Engine, Request
 from same_policy import compare_policies
@@ -54,38 +50,36 @@ def scored(prompts, completions) -> Batch:
                   for one in zip(prompts, completions, strict=True)])
 
 
-def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> Batch:
-    """A batch of these completions, one of each prompt."""
-    return scored([prompt(i, ids) for i, ids in enumerate(prompts)], map(completion, completions))
+def batch_of(*groups: tuple[list[int], list[list[int]]]) -> Batch:
+    """A batch of groups, each a prompt and its completions."""
+    prompts = [prompt(i, ids) for i, (ids, some) in enumerate(groups) for _ in some]
+    return scored(prompts, [completion(ids) for _, some in groups for ids in some])
 
 
 def trainer_of(folder: str, world, **flags) -> model.Policy:
     """The policy of a run with these flags."""
     args = changed(grpo.Args(model=folder), **flags)
     kinds = model.kinds(args, model.config_of(folder))
-    return kinds.policy(model.build(kinds.logprob_model, folder, world, args), world, args)
+    return kinds.policy(float64.build(kinds.logprob_model, folder, world, args), world, args)
+
+
+def run_of(world, policy, engine=None, prompts=(), dtype=torch.float32, folder: str = "",
+           tp: int = 1):
+    """What an engine and same_policy.compare_policies need of a run."""
+    return SimpleNamespace(
+        world=world, policy=policy, engine=engine, reference=None, critic=None, dtype=dtype,
+        log=fakes.Log(), stateful={},
+        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT),
+        inputs=SimpleNamespace(
+            source=folder, tokenizer=None, ends=[2], kv_cache=2**28, reference=None,
+            plan=SimpleNamespace(longest=256), rows=[p.row for p in prompts], eval_rows=[]))
 
 
 def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, rows=()) -> Engine:
     """The engine of a run with this policy."""
-    log = SimpleNamespace(time=lambda name: nullcontext(), say=print)
-    run = SimpleNamespace(
-        world=world, log=log, dtype=dtype, policy=policy, reference=None, critic=None, stateful={},
-        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24),
-        inputs=SimpleNamespace(source=folder, tokenizer=None, ends=[2], kv_cache=2**28,
-                               plan=SimpleNamespace(longest=256), rows=[*rows], eval_rows=[]))
+    run = run_of(world, policy, dtype=dtype, folder=folder, tp=tp)
+    run.inputs.rows = [*rows]
     return part.extended("engine", Engine, run)(run)
-
-
-def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32):
-    """What same_policy.compare_policies needs of a run."""
-    return SimpleNamespace(
-        world=world, policy=policy, engine=engine, reference=None, dtype=dtype,
-        log=SimpleNamespace(say=lambda line: None),
-        inputs=SimpleNamespace(rows=[prompt.row for prompt in prompts], eval_rows=[],
-                               reference=None, plan=SimpleNamespace(longest=256)),
-        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24,
-                             run_args=SimpleNamespace(max_gap=None)))
 
 
 def update(world, policy, batch: Batch) -> None:
@@ -104,24 +98,23 @@ def trainer_logprobs(world, policy, batch: Batch) -> torch.Tensor:
 
 
 def engine_logprobs(batch: Batch) -> torch.Tensor:
-    done = [s.completion for s in batch.samples]
-    return torch.cat([torch.from_numpy(c.logprobs[c.sampled]) for c in done])
+    return batch.engine_logprobs
 
 
 def single_rows(lm, batch: Batch, heat: float = HEAT) -> torch.Tensor:
     """By transformers' own forward of each row alone."""
     out = []
     for sample in batch.samples:
-        completion, sampled = sample.completion.ids, torch.from_numpy(sample.completion.sampled)
-        ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
-        logprobs = (lm(ids.view(1, -1)).logits[0] / heat).log_softmax(-1)  # (L, V)
-        out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1)[sampled])
+        prompt, done = sample.prompt.row.prompt_ids, sample.completion
+        ids = torch.tensor([*prompt, *done.ids])
+        logits = lm(ids.unsqueeze(0)).logits[0, len(prompt) - 1:-1]  # (T, V)
+        logprobs = (logits / heat).log_softmax(-1).gather(-1, ids[len(prompt):].unsqueeze(-1))
+        out.append(logprobs.squeeze(-1)[torch.from_numpy(done.sampled)])
     return torch.cat(out)
 
 
-@torch.no_grad()
-def plain(folder: str, batch: Batch, heat: float = HEAT, dtype=torch.float32) -> torch.Tensor:
-    """`single_rows` of the model in a folder."""
+def load(folder: str, dtype=torch.float32):
+    """transformers' own model of a folder. In float64 nothing is rounded to float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
@@ -129,13 +122,25 @@ def plain(folder: str, batch: Batch, heat: float = HEAT, dtype=torch.float32) ->
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     if dtype == torch.float64:
         float64.widen(lm)
-    return single_rows(lm, batch, heat)
+    return lm
+
+
+@torch.no_grad()
+def plain(folder: str, batch: Batch, heat: float = HEAT, dtype=torch.float32) -> torch.Tensor:
+    """`single_rows` of the model in a folder."""
+    return single_rows(load(folder, dtype), batch, heat)
 
 
 def rounding(folder: str, batch: Batch, heat: float = HEAT) -> float:
     """How far transformers' own float32 is from its float64 here, at most, in nats."""
     return float((plain(folder, batch, heat) - plain(folder, batch, heat, torch.float64)
                   ).abs().max())
+
+
+def same(one: dict, other: dict) -> bool:
+    """Whether both have the same tensors, bit for bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n], other[n]) and one[n].dtype == other[n].dtype for n in one)
 
 
 # ---- trainer, engine and transformers, before and after updates
@@ -172,7 +177,7 @@ def gaps(folder: str, found) -> tuple[float, float, float]:
     nats."""
     each = []
     for step, (batch, ours) in enumerate(found):
-        there = plain(f"{folder}-{step}", batch), engine_logprobs(batch)
+        there = plain(f"{folder}-{step}", batch), batch.engine_logprobs
         each.append([*(float((ours - theirs).abs().max()) for theirs in there),
                      rounding(f"{folder}-{step}", batch)])
     return tuple(map(max, zip(*each, strict=True)))
@@ -185,32 +190,6 @@ def with_engine(name: str, options: dict | None = None) -> tuple[float, float, f
         make(name, f"{folder}/model", options)
         (kind, found), _ = on_ranks(2, three_steps, f"{folder}/model", True)
         return gaps(f"{folder}/model", found) if kind == "ok" else found
-
-
-PLAIN = """
-import json, sys
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.lora.request import LoRARequest
-folder, prompts, adapter = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
-          max_model_len=256, enable_lora=bool(adapter))
-params = SamplingParams(temperature=0, max_tokens=24, logprobs=0, stop_token_ids=[2])
-out = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False,
-                   lora_request=LoRARequest('trained', 1, adapter) if adapter else None)
-print('FOUND', json.dumps([[list(o.token_ids), [p[i].logprob for i, p in zip(
-    o.token_ids, o.logprobs)]] for o in (o.outputs[0] for o in out)]))
-"""
-
-
-def plain_vllm(folder: str, prompts: list[list[int]], adapter: str = "") -> list:
-    """[[greedy ids, their log-probs], …] of vLLM as a user starts it."""
-    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                        "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([PYTHON, "-c", PLAIN, folder, json.dumps(prompts), adapter], env=env,
-                          capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    assert lines, done.stderr[-2000:]
-    return json.loads(lines[0].removeprefix("FOUND"))
 
 
 def main(words: list[str]) -> None:

@@ -3,13 +3,13 @@ import random
 
 import numpy as np
 import torch
-from tokenizers.processors import TemplateProcessing
 
 import data
 import grpo
 import rewards
 from batch import Completion, Sample
 from settings import changed
+from tools import float64
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION
@@ -19,15 +19,8 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attentio
 
 
 def make_models(world, folder: str) -> None:
-    """Random models of 2 layers in float64: FOLDER/tied and FOLDER/untied, of Qwen2."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    for tied in (True, False):
-        torch.manual_seed(1 + tied)
-        lm = Qwen2ForCausalLM(Qwen2Config(
-            **SIZES, intermediate_size=48, tie_word_embeddings=tied))
-        lm.double().save_pretrained(f"{folder}/{'tied' if tied else 'untied'}")
+    """A random Qwen2 of 2 layers in float64, with a tied head: FOLDER/tied."""
+    float64.make(f"{folder}/tied", VOCAB)
 
 
 def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> list[Sample]:
@@ -92,10 +85,3 @@ def sample(prompt: data.Row | list[int], ids: np.ndarray, reward: float | None =
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """‖a - b‖ / ‖b‖; ‖a‖ where b is 0."""
     return float((a - b).norm() / b.norm()) if b.norm() > 0 else float(a.norm())
-
-
-def begin_with(tokenizer, token: str) -> None:
-    """From now on it puts `token` before each text, unless add_special_tokens is False."""
-    ids = [(token, tokenizer.convert_tokens_to_ids(token))]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{token} $A", special_tokens=ids)

@@ -15,7 +15,6 @@ MODELS = {
     "tiny": ("qwen2", (128, 256, 2, 4, 4, 320), {}),
     "Qwen2.5-0.5B": ("qwen2", (896, 4864, 24, 14, 2, 151936), {}),
     "Qwen2.5-1.5B": ("qwen2", (1536, 8960, 28, 12, 2, 151936), {}),
-    "Qwen2.5-3B": ("qwen2", (2048, 11008, 36, 16, 2, 151936), {}),
     "Qwen2.5-7B": ("qwen2", (3584, 18944, 28, 28, 4, 152064), dict(tie_word_embeddings=False)),
     "Qwen3-0.6B": ("qwen3", (1024, 3072, 28, 16, 8, 151936), {}),
     "Qwen3-30B-A3B": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936),
@@ -40,11 +39,12 @@ def shape_of(name: str, layers: int = 0) -> Shape:
 def in_cache(folder: Path, *names: str) -> dict[str, str]:
     """A cache of the hub that has these models' small files, with tiny.py's tokenizer → what the
     environment needs to use it."""
+    commit = "0" * 40
     for name in names:
         place = folder / f"models--{name.replace('/', '--')}"
-        files = place / "snapshots/0"
+        files = place / "snapshots" / commit
         config_of(name).save_pretrained(files)
         tiny.make_tokenizer().save_pretrained(files)
         (place / "refs").mkdir()
-        (place / "refs/main").write_text("0")
+        (place / "refs/main").write_text(commit)
     return {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}

@@ -1,14 +1,9 @@
 """bench/gpu.py runs: each of its parts on the tiny shape, on a CPU."""
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from forked import PYTHON
-
-ROOT = Path(__file__).parent.parent
+from ranks import script
 
 
 @pytest.mark.parametrize("only, lines", [
@@ -19,11 +14,8 @@ def test_every_part_of_the_benchmark_runs_on_a_cpu(tmp_path, only, lines):
     results = tmp_path / "RESULTS.md"
     results.write_text("\n\n".join(
         ["# Measured", "## One GPU — `python bench/gpu.py`", "old", "## Next", "kept\n"]))
-    done = subprocess.run(
-        [PYTHON, "bench/gpu.py", "--device", "cpu", "--where", tmp_path / "here", "--only", only,
-         "--write", results], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script("bench/gpu.py", "--device", "cpu", "--where", tmp_path / "here", "--only", only,
+           "--write", results)
     text = results.read_text()
     ours = text.partition("Others' figures")[0]
     rows = re.findall(r"^\| (\S.*) \| (.*) \|$", ours, re.MULTILINE)

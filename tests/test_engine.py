@@ -3,8 +3,6 @@ import json
 import re
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import families
 from family_cases import make
@@ -32,7 +30,6 @@ def test_logprobs_are_equal_after_every_sync_and_only_then(found):
         assert gap[when] < families.ROUNDINGS * rounding, when
     assert gap["none"] > 1e-2
     assert gap["no cache reset"] > 1e-2  # prompts are longer than a cache block
-    assert "prefix cache" in found["refused"]
 
 
 def test_a_sync_by_copies_brings_the_bits_of_vllms_loader(found):
@@ -42,16 +39,9 @@ def test_a_sync_by_copies_brings_the_bits_of_vllms_loader(found):
     assert found["copied"] == (places > 0)
 
 
-def test_the_guard_names_a_wrong_engine_and_a_wrong_trainer(found):
-    """compare_policies: one rank's wrong tensor is seen on all, and so is a head of another
-    scale. Granite divides its logits: nobody noticed."""
-    said = dict(found["guard"])
-    assert said.pop("well") == "they agree"
-    head = said.pop("head x 2")
-    assert "trainer and transformers differ" in head and "LogprobModel in model.py" in head
-    for fault, sentence in said.items():
-        assert re.match(r"engine and trainer differ before an update by [\d.]+ nats a "
-                        r"token, more than --max_gap 0.001; .* did not take all", sentence), fault
+def test_a_weight_that_one_rank_did_not_load_is_seen_on_all(found):
+    assert re.match(r"engine and trainer differ before an update by [\d.]+ nats a token, more than "
+                    r"--max_gap 0.001; .* did not take all", found["said"])
 
 
 def test_what_a_seed_samples_depends_on_nothing_else(found):
@@ -60,18 +50,22 @@ def test_what_a_seed_samples_depends_on_nothing_else(found):
     assert found["same"] and found["crowd"] and not found["compiled"]
 
 
-def test_the_export_gives_the_same_greedy_tokens_in_transformers(found):
-    """It loads the folder as a user would. The training engine's tokens are the reference."""
-    folder = str(found["folder"] / "out.sync again")
-    assert AutoTokenizer.from_pretrained(folder).chat_template
-    lm = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for prompt, greedy in zip(found["prompts"], found["greedy"], strict=True):
-            logits = lm(input_ids=torch.tensor([prompt + greedy])).logits[0]
-            assert logits[len(prompt) - 1:-1].argmax(-1).tolist() == greedy
+PLAIN = """
+import json, os, sys
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+               "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+from vllm import LLM, SamplingParams, TokensPrompt
+llm = LLM(sys.argv[1], dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
+          max_model_len=256)
+params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[2])
+prompts = [TokensPrompt(prompt_token_ids=ids) for ids in json.loads(sys.argv[2])]
+done = llm.generate(prompts, params, use_tqdm=False)
+print('FOUND', json.dumps([list(one.outputs[0].token_ids) for one in done]))
+"""
 
 
 @pytest.mark.slow
 def test_a_plain_vllm_serves_the_export(found):
-    served = families.plain_vllm(str(found["folder"] / "out.sync again"), found["prompts"])
-    assert [ids for ids, _ in served] == found["greedy"]
+    """As a user starts it, it generates the greedy tokens of the training engine."""
+    done = script("-c", PLAIN, found["folder"] / "out.sync again", json.dumps(found["prompts"]))
+    assert json.loads(done.stdout.partition("FOUND")[2]) == found["greedy"]

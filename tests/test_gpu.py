@@ -1,14 +1,11 @@
 """What a GPU would meet, as far as it can be seen without one: its tensors are without numbers
 (fakegpu.py), torch.cuda and vLLM are stubs. FSDP's streams and the kernels do not run."""
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import dist
 import fakes
@@ -16,99 +13,80 @@ import grpo
 import inputs
 import model
 import ppo
-import rollout
 from errors import SettingsError
-from fakegpu import FakeGpu, on_gpu
+from fakegpu import FakeGpu, on_gpu, pretend
+from tools import float64
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
 from tracked import ROOT
 
 GPU = torch.device("cuda", 0)
 
 
-def gpus(monkeypatch, count: int):
-    """This machine has so many GPUs, and torch sees them."""
-    for function, value in dict(is_available=count > 0, device_count=count).items():
-        monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
-
-
-def test_more_ranks_than_gpus_and_a_driver_that_is_too_old_are_refused(monkeypatch):
-    """With the other mistakes of the flags. It was "AssertionError: Invalid device id", from inside
-    torch; with the old driver, of which torch sees no GPU, the run took the CPU in silence."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    gpus(monkeypatch, 2)
-    assert dist.gpu_mistakes(2) == []
+@pytest.mark.parametrize("count, environ, devices, said", [
+    (4, {}, ["/dev/nvidia0"], None),
+    (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, ["/dev/nvidia0"], "sees 2 .CUDA_VISIBLE_DEVICES is 0,1.. "
+     "Would work: torchrun --nproc_per_node 2."),
+    (0, {}, ["/dev/nvidia0"], "Would work: a driver of version 580 or newer"),
+    (0, {"CUDA_VISIBLE_DEVICES": ""}, ["/dev/nvidia0"], None), (0, {}, [], None)])
+def test_more_ranks_than_gpus_and_a_driver_that_is_too_old_are_refused(
+        monkeypatch, count, environ, devices, said):
+    """Four ranks, with the other mistakes of the flags. It was "AssertionError: Invalid device id",
+    from inside torch; with the old driver, of which torch sees no GPU, the run took the CPU in
+    silence."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(dist.os, "environ", environ)
+    monkeypatch.setattr(dist.os.path, "exists", devices.__contains__)
     with pytest.raises(SettingsError, match="--batch must be at least 1") as caught:
         inputs.read_inputs(fakes.args(batch=0), 4, 4)
-    assert ("sees 2 (CUDA_VISIBLE_DEVICES is 0,1). Would work: torchrun --nproc_per_node 2."
-            in str(caught.value))
-    gpus(monkeypatch, 0)
-    for there, hidden, words in (True, None, "version 580"), (True, "", ""), (False, None, ""):
-        monkeypatch.setattr(dist.os.path, "exists", lambda path, there=there: (
-            there and path == "/dev/nvidia0"))
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if hidden is not None:  # on purpose
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        found = dist.gpu_mistakes(4)
-        assert bool(found) == bool(words) and words in "".join(found)
+    found = re.search(said or "4 ranks on this machine need", str(caught.value))
+    assert bool(found) == bool(said)
 
 
 # ---- the engine
 
-def vllm(file: str) -> str:
-    """vLLM's Python is the same in its GPU wheel: it is read."""
-    return (Path(torch.__file__).parent.parent / "vllm" / file).read_text()
-
-
 def test_what_only_a_gpu_calls_is_in_torch_and_vllm():
-    """The rest runs on a CPU, in test_engine.py."""
+    """The rest runs on a CPU, in test_engine.py. vLLM's Python is the same in its GPU wheel."""
     code = "".join(path.read_text() for path in ROOT.glob("*.py"))
     names = {*re.findall(r"torch\.cuda\.(\w+)", code)}
-    assert len(names) > 5 and not [name for name in names if not hasattr(torch.cuda, name)]
-    for file, words in ("worker", "sleep level"), ("worker", "wake_up tags"), (
-            "worker", "reload_weights"), ("model_runner", "reload_weights weights_iterator"):
-        name, *words = words.split()
-        text, = re.findall(rf"def {name}\((.*?)\) ->", vllm(f"v1/worker/gpu_{file}.py"), re.S)
-        assert all(word in text for word in words)
-    assert all(word in vllm("envs.py") for word in re.findall(r"\b(VLLM_\w+)=", code))
+    assert len(names) > 5 and all(hasattr(torch.cuda, name) for name in names)
+    known = (Path(torch.__file__).parents[1] / "vllm/envs.py").read_text()
+    assert all(name in known for name in re.findall(r"\b(VLLM_\w+)=", code))
 
 
-@pytest.mark.parametrize("device, given, passed, level", [
-    ("cuda", 0, None, 2), ("cpu", 0, 256, 0), ("cpu", 64, 64, 0)])
-def test_what_vllm_is_asked_for(device, given, passed, level, monkeypatch):
-    """vLLM has each of these options, and a GPU's engine sleeps."""
-    llm = fakes.without_vllm(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    engine = rollout.Engine(SimpleNamespace(
-        world=fakes.World(device=device), args=fakes.args(max_num_seqs=given), log=None,
-        policy=None, reference=None, critic=None, dtype=torch.bfloat16, inputs=SimpleNamespace(
-            source="folder", tokenizer=None, ends=[], kv_cache=0,
-            plan=SimpleNamespace(longest=64))))
-    known = vllm("engine/arg_utils.py") + vllm("entrypoints/llm.py")
-    assert all(re.search(rf"^ +{name}: ", known, re.M) for name in llm.options)
-    assert llm.options["max_num_seqs"] == passed and llm.options["enable_prefix_caching"]
-    assert engine.sleep_level == level and llm.options["enable_sleep_mode"] == bool(level)
+class Card:
+    """A GPU with a trainer and a sleeping engine, which do not fit together. there: what it has."""
+
+    def __init__(self):
+        self.there = {"trainer"}
+
+    def move(self, device):  # of the trainer
+        assert self.there <= {"trainer"}, "the engine is awake"
+        self.there = {"trainer"} if device.type == "cuda" else set()
+
+    def wake_up(self, tags):
+        assert "trainer" not in self.there
+        self.there.update(tags)
+
+    def collective_rpc(self, name, kwargs):
+        assert self.there == {"weights"}, "there is no room for new weights beside the cache"
+
+    def reset_prefix_cache(self):
+        return True
+
+    def sleep(self, level):
+        self.there.clear()
 
 
 def test_engine_and_trainer_take_turns_on_a_gpu(monkeypatch):
-    """The trainer's weights leave the GPU before the engine's come, and the engine's cache comes
-    after its new weights: else both are there at once, and do not fit."""
-    engine, seen = fakes.engine_of(), mock.MagicMock()
-    vars(engine).update(on_gpu=True, asleep=True, sleep_level=2, llm=seen.llm,
-                        movable=[seen.trainer])
-    monkeypatch.setattr(torch.cuda, "synchronize", seen.wait)
-    monkeypatch.setattr(torch.cuda, "empty_cache", seen.empty)
+    engine, card = fakes.engine_of(), Card()
+    vars(engine).update(on_gpu=True, asleep=True, sleep_level=2, llm=card, movable=[card],
+                        world=fakes.World(device="cuda"))
+    for name in "synchronize", "empty_cache":
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     for _ in range(2):
-        seen.reset_mock()
         with engine.generating(SimpleNamespace(weights=lambda dtype: iter(()))):
-            seen.generate()
-        assert [name for name, *_ in seen.mock_calls if "__" not in name] == [
-            "trainer.move", "wait", "empty", "llm.wake_up", "llm.collective_rpc", "llm.wake_up",
-            "llm.reset_prefix_cache", "generate", "llm.sleep", "trainer.move"]
-        assert seen.llm.wake_up.mock_calls == [
-            mock.call(tags=["weights"]), mock.call(tags=["kv_cache"])]
-        there, back = seen.trainer.move.mock_calls
-        assert there == mock.call(torch.device("cpu")) and back == mock.call(engine.world.device)
+            assert card.there == {"weights", "kv_cache"}
+        assert card.there == {"trainer"}
 
 
 # ---- the trainer
@@ -124,12 +102,11 @@ class Alone(fakes.World):
 def on_fake_gpu(kind, wrapper, folder, args):
     """A model of the run, without FSDP."""
     lm = model.skeleton(folder, model.compute_dtype(args.model_args, GPU))
-    kinds = model.kinds(args, lm.config)
-    made = getattr(kinds, kind)(lm, args)
-    made.reshard = lambda: None
+    module = kind(lm, args)
+    module.reshard = lambda: None
     for layer in lm.model.layers if args.model_args.checkpointing else ():
         model.checkpoint_layer(layer, preserve_rng_state=False)
-    return getattr(kinds, wrapper)(made, Alone(device=GPU), args)
+    return wrapper(module, Alone(device=GPU), args)
 
 
 MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0.7, head_chunk=5)
@@ -142,31 +119,27 @@ MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0
 def test_no_device_is_mixed_and_every_gradient_is_there(script, flags, tmp_path, monkeypatch):
     """In the shipped `learn`. In bfloat16 the kernel of attention gets what it asks for: bfloat16,
     and int32 offsets on the GPU."""
-    AutoConfig.for_model(
-        "qwen2", architectures=["Qwen2ForCausalLM"], vocab_size=VOCAB, hidden_size=64,
-        intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64).save_pretrained(tmp_path)
-    args = fakes.args(script, model=str(tmp_path), group=2, max_tokens=LONGEST,
-                      max_prompt_tokens=PROMPT, **flags)
-    step = model.Trained.step
+    folder = str(tmp_path)
+    float64.make(folder, VOCAB)
+    args = fakes.args(script, group=2, max_tokens=LONGEST, max_prompt_tokens=PROMPT, **flags)
+    step, kernel, more = model.Trained.step, [], {}
 
     def look(self, lr):
         assert all(p.grad.dtype == p.dtype and on_gpu(p.grad) for p in self.parameters.values())
         return step(self, lr)
 
     monkeypatch.setattr(model.Trained, "step", look)
-    monkeypatch.setattr(sys.modules["torch.optim.optimizer"],
-                        "_get_fused_kernels_supported_devices", lambda: ["cuda", "meta"])
-    samples = fabricate(args, 0)
-    with FakeGpu() as gpu:
+    pretend(monkeypatch)
+    with FakeGpu(kernel):
         policy, reference = (
-            on_fake_gpu("logprob_model", "policy", str(tmp_path), args) for _ in "12")
-        models, more = policy, {}
+            on_fake_gpu(model.LogprobModel, model.Policy, folder, args) for _ in "12")
+        models = policy
         if script is ppo:
-            models = policy, on_fake_gpu("value_model", "critic", str(tmp_path), args)
+            models = policy, on_fake_gpu(model.ValueModel, model.Critic, folder, args)
             more = dict(critic_lr=1e-3, kl_coef=0.1)
-        script.learn(args, Alone(device=GPU), models, samples, lr=1e-3, reference=reference, **more)
-    assert bool(gpu.varlen) == ("dtype" not in flags)
-    for q, k, v, ends_q, ends_k, *_ in gpu.varlen:
+        script.learn(args, Alone(device=GPU), models, fabricate(args, 0), lr=1e-3,
+                     reference=reference, **more)
+    assert bool(kernel) == ("dtype" not in flags)
+    for q, k, v, ends_q, ends_k, *_ in kernel:
         assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
         assert all(on_gpu(ends) and ends.dtype == torch.int32 for ends in (ends_q, ends_k))
