@@ -3,7 +3,6 @@ ranks start, fail and end. Batches are cut here too, because that is how ranks s
 import json
 import os
 import re
-import socket
 import subprocess
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -20,6 +19,7 @@ from dist import assert_divisible, share
 from errors import SettingsError
 from forked import PYTHON
 from log import NotWritten
+from tables import table
 
 # ---- splits: pure functions ----
 
@@ -118,37 +118,50 @@ def test_all_ranks_get_the_same_answer_of_every_collective(size):
 
 # ---- the start ----
 
-KUBEFLOW = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
-LAUNCHED = KUBEFLOW | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+# The environment, and what is added to it: alone, also with what another job left, or in a job of
+# Slurm or MPI that has more tasks elsewhere; Kubeflow's rank on its own machine; torchrun's rank.
+PLACED = """
+HOME=/ | ALONE
+RANK=0 MASTER_ADDR=left | ALONE
+SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4 | ALONE
+WORLD_SIZE=1 RANK=3 OMPI_COMM_WORLD_SIZE=4 | ALONE
+WORLD_SIZE=2 RANK=1 MASTER_ADDR=a MASTER_PORT=7 | LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
+WORLD_SIZE=1 RANK=1 MASTER_ADDR=a MASTER_PORT=7 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
+     TORCHELASTIC_RUN_ID=x | HOME=/
+""".replace("ALONE", " ".join(map("=".join, dist.ALONE.items())))
+LOST = """
+RANK=1 | has RANK=1 and no WORLD_SIZE: .* torchrun .*=1
+SLURM_STEP_NUM_TASKS=4 | has SLURM_STEP_NUM_TASKS=4 and no WORLD_SIZE: .* torchrun .*=1
+OMPI_COMM_WORLD_SIZE=2 | has OMPI_COMM_WORLD_SIZE=2 and no WORLD_SIZE: .* torchrun .*=1
+WORLD_SIZE=2 RANK=0 | WORLD_SIZE=2 and no MASTER_ADDR, MASTER_PORT
+"""
 
 
-@pytest.mark.parametrize("given, expected", [
-    ({}, dist.ALONE), ({"RANK": "0", "MASTER_ADDR": "left"}, dist.ALONE),
-    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, dist.ALONE),
-    ({"WORLD_SIZE": "1", "RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, dist.ALONE),
-    (KUBEFLOW, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}), (LAUNCHED | {"WORLD_SIZE": "1"}, {}),
-    *[(dict([one.split("=")]), f"has {one} and no WORLD_SIZE: .* torchrun .*=1") for one in (
-        "RANK=1", "SLURM_STEP_NUM_TASKS=4", "OMPI_COMM_WORLD_SIZE=2")],
-    ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 and no MASTER_ADDR, MASTER_PORT")])
-def test_a_process_is_the_only_rank_or_one_of_several_or_refused(monkeypatch, given, expected):
-    """By what torchrun and schedulers set. Copies that would not know of each other, and what
-    another job left, are refused."""
-    environ = dict(given)
-    monkeypatch.setattr(os, "environ", environ)
-    if isinstance(expected, str):
-        with pytest.raises(SettingsError, match=expected):
-            dist.place()
-    else:
+def environ_of(text: str) -> dict[str, str]:
+    """Returns the variables of "NAME=VALUE NAME=VALUE", and HOME."""
+    return dict(word.split("=") for word in ["HOME=/", *text.split()])
+
+
+@pytest.mark.parametrize("given, added", table(PLACED))
+def test_a_process_is_the_only_rank_or_one_of_several(monkeypatch, given, added):
+    """By what torchrun and schedulers set."""
+    monkeypatch.setattr(os, "environ", environ_of(given))
+    dist.place()
+    assert os.environ == environ_of(given) | environ_of(added)
+
+
+@pytest.mark.parametrize("given, words", table(LOST))
+def test_a_copy_that_knows_of_no_other_is_refused(monkeypatch, given, words):
+    """And what another job left."""
+    monkeypatch.setattr(os, "environ", environ_of(given))
+    with pytest.raises(SettingsError, match=words):
         dist.place()
-        assert environ == given | expected
 
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    monkeypatch.setattr(os, "environ", KUBEFLOW | {"RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                                                   "MASTER_PORT": port})
+    port = str(ranks.free_port())
+    monkeypatch.setattr(os, "environ", environ_of(
+        f"WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"))
     with pytest.raises(SettingsError, match=f"within --timeout 1 s .*MASTER_PORT={port}"):
         dist.join(timeout=1)
 
