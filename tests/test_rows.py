@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import reduce
 from itertools import permutations, product
 from pathlib import Path
@@ -27,16 +28,16 @@ from examples import convert, countdown, tiny
 from messages import answer_of, message_of
 from tables import table
 
-TEMPLATE = (
-    "{% if effort %}Effort: {{ effort }}{% endif %}"
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
-    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think></think>{% endif %}{% endif %}")
 TEMPLATES = {
+    "whole": (
+        "{% if effort %}Effort: {{ effort }}{% endif %}"
+        "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+        "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+        "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+        "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+        "<think></think>{% endif %}{% endif %}"),
     "plain": tiny.CHATML, "none": None, "comment": tiny.CHATML + "{# train on what bing says #}",
     "ends": "{{ messages[0]['content'] }}<|im_end|>",
     "no system": "{{ raise_exception('System role refused') }}",
@@ -52,10 +53,10 @@ STORES = ("jsonl", "json", "parquet", "csv")
 QA = {"question": "q", "answer": "a"}
 
 
-def make_tokenizer(template=TEMPLATE):
-    """Returns tiny's tokenizer with this template. None: it has none."""
+def make_tokenizer(template="whole"):
+    """Returns tiny's tokenizer with one of TEMPLATES."""
     made = tiny.make_tokenizer()
-    made.chat_template = template
+    made.chat_template = TEMPLATES[template]
     return made
 
 
@@ -66,9 +67,10 @@ def store(folder: Path, kind: str, rows: list[dict]) -> str:
     """Writes the rows in one of STORES → the value of --data. A .csv has texts and JSON texts."""
     import datasets
     path = folder / f"rows.{kind}"
-    if kind in ("jsonl", "json"):
-        lines = [json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines) if kind == "jsonl" else f"[{', '.join(lines)}]")
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
     elif kind == "csv":
         datasets.Dataset.from_list([*map(in_cells, rows)]).to_csv(path)
     else:
@@ -86,11 +88,9 @@ def in_cells(row: dict) -> dict:
             for key, value in row.items()}
 
 
-def load(spec: str, tokenizer=TOKENIZER, limit=4096, **flags) -> tuple[list[Row], str]:
-    """Returns the rows of a run and the line of their number. tokenizer: or a name of TEMPLATES."""
-    if isinstance(tokenizer, str):
-        tokenizer = make_tokenizer(TEMPLATES[tokenizer])
-    return data.load(spec, tokenizer, DataArgs(limit, **flags))
+def load(spec: str, tokenizer="whole", limit=4096, **flags) -> tuple[list[Row], str]:
+    """Returns the rows of a run and the line of their number. tokenizer: a name of TEMPLATES."""
+    return data.load(spec, make_tokenizer(tokenizer), DataArgs(limit, **flags))
 
 
 def row_of(stored: dict, folder: Path, **flags) -> Row:
@@ -386,14 +386,14 @@ def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_p
     assert inputs.what_is_read(made) == words
 
 
-def test_rows_of_the_evaluation_that_are_trained_on_are_counted(tmp_path):
+def test_rows_of_the_evaluation_that_are_trained_on_are_counted():
     """By all that training depends on: another answer makes another row."""
-    rows = [{"prompt": f"q{i}", "answer": f"{i}"} for i in range(5)]
-    (one, _), (other, _) = (load(store(tmp_path, kind, some)) for kind, some in (
-        ("jsonl", rows), ("json", rows[3:] + [{"prompt": "q0", "answer": "9"}])))
-    assert inputs.what_is_shared(one, other) == [
+    rows = fakes.rows(5)
+    changed = replace(rows[0], answer="9")
+    moved = [replace(row, index=row.index + 9) for row in rows[3:]]
+    assert inputs.what_is_shared(rows, [*moved, changed]) == [
         "2 of the 3 rows of --eval_data are rows of --data too"]
-    assert inputs.what_is_shared(one, other[2:]) == inputs.what_is_shared(one, []) == []
+    assert inputs.what_is_shared(rows, [changed]) == inputs.what_is_shared(rows, []) == []
 
 
 # ---- files, names and functions
