@@ -305,7 +305,8 @@ def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, cells):
 
 
 # Forms of other systems: by the general rule they are refused, and a function of convert.py reads
-# them. The function, the row, its messages and its answer.
+# them. The function, the row, its messages and its answer: of LLaMA-Factory, ms-swift, OpenAI in
+# 2023, pandas, Alpaca; then of axolotl, with each key that says that a turn is not learned.
 ELSEWHERE = r"""
 chats | {"conversations": [HUMAN, {"from": "function_call",
      "value": "{\"name\": \"f\", \"arguments\": {\"k0\": 0}}"}, {"from": "observation",
@@ -434,7 +435,7 @@ def test_a_file_is_read_as_it_is_written_or_its_mistake_is_named(
         assert message.startswith(str(path)) and what in message and len(message) < 600
 
 
-def test_a_map_of_an_arrow_table_is_a_list_of_pairs(tmp_path):
+def test_a_map_of_an_arrow_table_is_a_list_of_pairs():
     """As pyarrow has it: it is no struct with keys of other rows."""
     pairs = pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))
     assert data.from_arrow(pa.table({"map": pairs})) == [{"map": [("k", 1)]}]
