@@ -52,7 +52,7 @@ class Attempt:
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # of ranks too
         launch = [sys.executable if signals else python, "-m", "torch.distributed.run",
                   "--nproc_per_node", str(ranks)] if torchrun else [python]
-        wrapped = {"FAULTS", "RECORD"} & {*env}
+        wrapped = env.get("FAULTS") or "RECORD" in env
         target = [HERE / "faulty.py", script] if wrapped else [ROOT / f"{script}.py"]
         self.process = subprocess.Popen(
             [*launch, *target, *FLAGS, *flags], cwd=cwd, stdout=open(self.out, "w"),
