@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,13 +21,17 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FLAGS = ("--batch 4 --group 4 --minibatches 2 --max_tokens 12 --max_prompt_tokens 32 --lr 1e-3 "
          "--samples_every 1 --kv_cache_gb 0.1 --reward_workers 1 --save_every 2 "
          "--update_tokens 256").split()
+LONG = 900  # seconds: nothing takes so long that does not hang
 
 
 def model(task: str = "sort") -> str:
@@ -37,96 +42,85 @@ def model(task: str = "sort") -> str:
 
 
 class Attempt:
-    """One start of the real script in its own session, its output in a file."""
+    """One start of the real script in its own session, its output in a file. env: with FAULTS or
+    RECORD the script is started by faulty.py. signals: torchrun is no fork of tests/forked.py,
+    which has neither a group nor children to signal."""
 
-    def __init__(self, cwd: Path, *flags: str, script="grpo", ranks=2, faults="", torchrun=True,
-                 signals=False, **env: str):
-        self.out = open(Path(cwd) / f"out-{time.time_ns()}.txt", "w+")
-        python = os.environ.get("PYTHON_EXEC", sys.executable)  # of ranks too; of tests a fork,
-        of_torchrun = sys.executable if signals else python     # which has no group to signal
-        env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
-        launch = [of_torchrun, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-        wrapped = faults or "RECORD" in env
+    def __init__(self, cwd: Path, *flags: str, script="grpo", ranks=2, torchrun=True, signals=False,
+                 **env: str):
+        self.out = Path(cwd) / f"out-{time.time_ns()}.txt"
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # of ranks too
+        launch = [sys.executable if signals else python, "-m", "torch.distributed.run",
+                  "--nproc_per_node", str(ranks)] if torchrun else [python]
+        wrapped = env.get("FAULTS") or "RECORD" in env
         target = [HERE / "faulty.py", script] if wrapped else [ROOT / f"{script}.py"]
         self.process = subprocess.Popen(
-            [*(launch if torchrun else [python]), *target, *FLAGS, *flags], cwd=cwd,
-            stdout=self.out, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | env | {"FAULTS": faults})
+            [*launch, *target, *FLAGS, *flags], cwd=cwd, stdout=open(self.out, "w"),
+            stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)
 
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks, in rank order."""
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, KeyError):              # gone since, or not a rank
-                parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
-                if int(parent) == self.process.pid:
-                    environ = (entry / "environ").read_text().split("\0")
-                    values = dict(e.split("=", 1) for e in environ if "=" in e)
-                    found[int(values["RANK"])] = int(entry.name)
-        return [found[r] for r in sorted(found)]
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks: what torchrun started."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children()
+        return []
 
     def text(self) -> str:
-        return Path(self.out.name).read_text()
+        return self.out.read_text()
 
-    def until(self, condition, seconds: float = 900.0) -> bool:
-        """Waits until condition() holds; False if the process ended first."""
-        end = time.monotonic() + seconds
-        while not condition():
-            if self.process.poll() is not None:
-                return bool(condition())
-            assert time.monotonic() < end, f"nothing came in {seconds} s:\n{self.text()[-3000:]}"
+    def until(self, condition) -> None:
+        """Waits until condition() holds or the process ends."""
+        end = time.monotonic() + LONG
+        while not condition() and self.process.poll() is None:
+            assert time.monotonic() < end, f"nothing came in {LONG} s:\n{self.text()[-3000:]}"
             time.sleep(0.02)
-        return True
 
-    def printed(self, words: str, seconds: float = 900.0) -> bool:
-        return self.until(lambda: words in self.text(), seconds)
+    def printed(self, words: str) -> None:
+        self.until(lambda: words in self.text())
 
-    def end(self, seconds: float = 900.0) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Waits for the end: (exit status, everything printed)."""
         try:
-            self.process.wait(seconds)
+            self.process.wait(LONG)
         finally:
             self.kill()
         return self.process.returncode, self.text()
 
     def kill(self) -> None:
-        for pid in [*self.ranks(), self.process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in [*self.ranks(), self.process]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
 
 
 def metrics(run: Path) -> list[dict]:
     """The run's metrics without what a clock or the machine decides."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    clocked = re.compile("^time/|^memory/|per_s$")
+    return [{name: value for name, value in row.items() if not clocked.search(name)}
+            for row in rows]
 
-    def clocked(name):
-        return name.startswith(("time/", "memory/")) or name.endswith("per_s")
 
-    return [{k: v for k, v in row.items() if not clocked(k)} for row in rows]
+def last(run: Path) -> int:
+    """The step of the newest checkpoint; 0: there is none."""
+    return max((int(path.name[5:]) for path in run.glob("checkpoints/step_*[0-9]")), default=0)
+
+
+def written(run: Path) -> dict[str, bytes]:
+    """The files of a run that no clock decides: samples, the exported model, the last tensors."""
+    return {str(path.relative_to(run)): path.read_bytes()
+            for part in ("samples/*", "model/*", f"checkpoints/step_{last(run)}/*.distcp")
+            for path in run.glob(part)}
 
 
 def differences(one: Path, other: Path) -> list[str]:
     """What differs, bit for bit, between two runs: metrics, samples, weights, the last tensors."""
-    ours, theirs = metrics(one), metrics(other)
-    found = [] if len(ours) == len(theirs) else [f"{len(ours)} and {len(theirs)} steps"]
-    steps = [r["step"] for r in ours if "eval/rows" not in r]
-    if steps != sorted(set(steps)):
-        found.append(f"{one}: steps are {steps}")
-    for a, b in zip(ours, theirs, strict=False):
-        found += [f"step {a['step']}: {k} is {a.get(k)} and {b.get(k)}"
-                  for k in a | b if a.get(k) != b.get(k)]
-    files = [{p.relative_to(run): p.read_bytes() for part in ("samples", "model")
-              for p in run.glob(f"{part}/*")} for run in (one, other)]
-    found += [str(p) for p in sorted(files[0] | files[1]) if files[0].get(p) != files[1].get(p)]
-    states = [{p.name: p.read_bytes() for p in last(run).glob("*.distcp")} for run in (one, other)]
-    if last(one).name != last(other).name or states[0] != states[1] or not states[0]:
-        found.append(f"tensors of {last(one)} and {last(other)}")
-    return found
-
-
-def last(run: Path) -> Path:
-    return max((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]))
+    assert last(one), f"{one} has no checkpoint"
+    found = [f"step {(a or b)['step']}: {name} is {a.get(name)} and {b.get(name)}"
+             for a, b in zip_longest(metrics(one), metrics(other), fillvalue={})
+             for name in a | b if a.get(name) != b.get(name)]
+    ours, theirs = written(one), written(other)
+    return found + sorted(path for path in ours | theirs if ours.get(path) != theirs.get(path))
 
 
 def progress(run: Path) -> int:
@@ -147,17 +141,17 @@ def kill(attempt: Attempt, run: Path, at: int, rng) -> str:
         if when == "save":
             attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
     time.sleep(rng.uniform(0, {"start": 12, "step": 1, "save": 0.05}[when]))
-    number, pids = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
+    number, processes = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
     targets = ["a rank", "a rank", "all ranks"] + ["torchrun"] * (number == signal.SIGTERM)
     target, done = rng.choice(targets), progress(run)
-    if target == "torchrun" or not pids:
-        pids = [attempt.process.pid]
+    if target == "torchrun" or not processes:
+        processes = [attempt.process]
     elif target == "a rank":
-        pids = [rng.choice(pids)]
+        processes = [rng.choice(processes)]
     assert attempt.process.poll() is None, f"it was over:\n{attempt.text()[-3000:]}"
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
     return f"{number.name} to {target} ({when}) after {done} steps"
 
 
@@ -175,7 +169,7 @@ def main() -> None:
 
     def start(folder):
         return Attempt(cwd, "--model", model(a.task), "--name", folder.name, "--steps", str(steps),
-                       *flags, script=a.script, ranks=a.ranks)
+                       *flags, script=a.script, ranks=a.ranks, signals=True)
 
     def end(folder):
         status, text = start(folder).end()
@@ -186,10 +180,9 @@ def main() -> None:
         attempt = start(run)
         said = kill(attempt, run, 2 * i + 1, rng)
         status, text = attempt.end()
-        kept = int(last(run).name[5:]) if list((run / "checkpoints").glob("step_*[0-9]")) else 0
-        print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {kept}", flush=True)
-        assert kept >= latest, f"a checkpoint was lost: {latest} was there\n{text[-3000:]}"
-        latest = kept
+        before, latest = latest, last(run)
+        print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {latest}", flush=True)
+        assert latest >= before, f"a checkpoint was lost: {before} was there\n{text[-3000:]}"
     end(run)
     found = differences(whole, run)
     print("\n".join(found) or f"{a.kills} of {a.kills} kills survived; metrics, samples, weights "

@@ -4,8 +4,8 @@
     RECORD=FOLDER torchrun tests/faulty.py grpo FLAGS
 
 Shipped functions are wrapped from outside, so the product has no hook for tests. At WHERE, on rank
-RANK (* is all), in step STEP (from 0; -1 is before the first), WHAT happens: raise, kill, hang,
-nan, full, none, term, wrong. A record is FOLDER/RANK.jsonl: a line [name, step, what] for each
+RANK (* is all), in step STEP (from 0; -1 is before the first), WHAT happens: raise, SIGKILL,
+SIGTERM, hang, nan, wrong, full. A record is FOLDER/RANK.jsonl: a line [name, step, what] for each
 call of a function of `RECORDED`.
 """
 import importlib
@@ -19,36 +19,35 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import batch
-import checkpoint
 import dist
-import log
-import model
-import rewards
-import rollout
-import run
+from tables import table
 
 RANK = os.environ.get("RANK", "0")
-PLACES = {
-    "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),
-    "reward": (rewards.Pool, "ask"), "engine": (rollout.Engine, "outputs"),
-    "score": (batch.Batch, "score"), "forward": (model.Policy, "logprobs"),
-    "backward": (model.Policy, "backward"), "update": (model.Policy, "step"),
-    "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),
-    "saved": (checkpoint, "check_shared"), "evaluate": (run.Run, "evaluate"),
-    "weights": (model.Policy, "weights"), "export": (run, "export_model"),
-    "setup": (model, "build")}
+PLACES = dict(table("""
+setup | model/build
+sync | rollout/Engine/load
+weights | model/Policy/weights
+rollout | rollout/Engine/generate
+engine | rollout/Engine/outputs
+reward | rewards/Pool/ask
+score | batch/Batch/score
+forward | model/Policy/logprobs
+backward | model/Policy/backward
+log | log/Log/step
+save | torch.distributed.checkpoint/save
+saved | checkpoint/check_shared
+evaluate | run/Run/evaluate
+export | run/export_model
+"""))
 
 
 def wrap(place: str, act) -> None:
-    """In the place of the function, act(function, *arguments) is called. place: a name of PLACES,
-    or MODULE/CLASS/METHOD or MODULE/FUNCTION."""
-    module, *path = place.split("/")
-    if place in PLACES:
-        owner, name = PLACES[place]
-    else:
-        owner, name = importlib.import_module(module), path[-1]
-        owner = getattr(owner, path[0]) if len(path) > 1 else owner
+    """In the place of the function, act(function, *arguments) is called. place: MODULE/FUNCTION, or
+    MODULE/CLASS/METHOD."""
+    module, *path, name = place.split("/")
+    owner = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part)
     shipped = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: act(shipped, *args, **kwargs))
 
@@ -66,29 +65,19 @@ def fault(rank: str, when: str, what: str):
             return shipped(*args, **kwargs)
         if what == "raise":
             raise ValueError(f"a fault was put into {shipped.__name__} on rank {rank}")
-        if what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if what.startswith("SIG"):  # and go on, if it can
+            os.kill(os.getpid(), signal.Signals[what])
         if what == "hang":
             time.sleep(1e6)
-        if what == "term":  # and go on
-            os.kill(os.getpid(), signal.SIGTERM)
         if what == "nan":
             return shipped(args[0], args[1] * float("nan"))
         if what == "wrong":  # one tensor that is another's
             return ((name, weight.flip(0) if name.endswith("0.self_attn.q_proj.weight") else weight)
                     for name, weight in shipped(*args, **kwargs))
-        if what in ("full", "none"):  # files cannot grow, as on a full disk
-            limit_files(100_000 if what == "full" else 1)
-        try:
-            return shipped(*args, **kwargs)
-        finally:
-            limit_files(resource.RLIM_INFINITY)
+        if what == "full":  # from here on no file can grow above this size, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return shipped(*args, **kwargs)
     return act
-
-
-def limit_files(size: int) -> None:
-    """No file of this process can grow above `size` bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 # ---- a record
@@ -107,6 +96,14 @@ RECORDED = {  # the function: what is written of its arguments
 def record(name: str, what) -> None:
     with open(Path(os.environ["RECORD"], f"{RANK}.jsonl"), "a") as file:
         file.write(json.dumps([name, step(), what], default=str) + "\n")
+
+
+def recorded(place: str, seen):
+    """What `wrap` calls: the function, after its arguments are recorded."""
+    def act(shipped, *args, **kwargs):
+        record(place, seen(*args, **kwargs))
+        return shipped(*args, **kwargs)
+    return act
 
 
 class Wandb:
@@ -128,15 +125,12 @@ def main() -> None:
     script = importlib.import_module(sys.argv.pop(1).replace("/", "."))
     for one in os.environ.get("FAULTS", "").split():
         place, *how = one.split(":")
-        wrap(place, fault(*how))
+        wrap(PLACES[place], fault(*how))
     if "RECORD" in os.environ:
         import wandb
         wandb.init, wandb.login = Wandb, lambda **asked: asked != {"prompt": False, "verify": False}
         for place, seen in RECORDED.items():
-            def act(shipped, *args, _name=place, _seen=seen, **kwargs):
-                record(_name, _seen(*args, **kwargs))
-                return shipped(*args, **kwargs)
-            wrap(place, act)
+            wrap(place, recorded(place, seen))
     script.main()
 
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 import traceback
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).parent
 for path in (str(HERE.parent), str(HERE)):
@@ -27,11 +27,14 @@ from forked import PYTHON  # noqa: E402
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+LONG = 900  # seconds: nothing takes so long that does not hang
+
+
 def script(*words, ranks: int = 1, cwd=HERE.parent) -> subprocess.CompletedProcess:
     """A script that ran to its end with status 0; on several ranks by torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     done = subprocess.run([PYTHON, *(torchrun if ranks > 1 else []), *map(str, words)], cwd=cwd,
-                          text=True, capture_output=True, timeout=900)
+                          text=True, capture_output=True, timeout=LONG)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done
 
@@ -43,13 +46,9 @@ context.set_executable(PYTHON)  # it is a fork itself
 
 def start_fork_server() -> None:
     """It does not get this sys.path, and passes over what it cannot import without a word."""
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{HERE}:{path}" if path else str(HERE)
-    forkserver.ensure_running()
-    if path is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = path
+    path = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
 
 
 def free_port() -> int:
@@ -60,7 +59,7 @@ def free_port() -> int:
             return s.getsockname()[1]
 
 
-def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, args) -> None:
+def _rank(function, rank: int, size: int, port: int, path: Path, timeout: float, args) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
                       LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -74,31 +73,26 @@ def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, 
             world.barrier()
     except BaseException:
         outcome = ("error", traceback.format_exc())
-    with open(f"{path}.partial", "wb") as file:
-        pickle.dump(outcome, file)
-    os.rename(f"{path}.partial", path)
+    path.write_bytes(pickle.dumps(outcome))
     sys.stdout.flush()
     os._exit(0)
 
 
-def on_ranks(size: int, function, *args, timeout: float = 300.0, wait: float = 900.0
-             ) -> list[tuple[str, object]]:
+def on_ranks(size: int, function, *args, timeout: float = 300.0) -> list[tuple[str, object]]:
     """function(world, *args) on `size` ranks → ("ok", result), ("error", text) or ("killed", "").
     """
     start_fork_server()
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        paths = [Path(folder) / str(rank) for rank in range(size)]
-        ranks = [context.Process(target=_rank, args=(function, rank, size, port, str(path), timeout,
-                                                     args)) for rank, path in enumerate(paths)]
+        port, end = free_port(), time.monotonic() + LONG
+        paths = [Path(folder, str(rank)) for rank in range(size)]
+        ranks = [context.Process(target=_rank, args=(
+            function, rank, size, port, path, timeout, args)) for rank, path in enumerate(paths)]
         for process in ranks:
             process.start()
-        end = time.monotonic() + wait
         for process in ranks:
             process.join(max(0.1, end - time.monotonic()))
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-                process.join()
+            process.kill()  # if it hangs
+            process.join()
         return [pickle.loads(path.read_bytes()) if path.exists() else ("killed", "")
                 for path in paths]
 

@@ -23,11 +23,6 @@ def template(other: str, assistant: str, header: str, before: str = "", tail: st
             + header + "{% else %}" + tail + "{% endif %}")
 
 
-def plainly(text: str) -> str:
-    """Returns a template without the marks «» around what the assistant says."""
-    return text.replace("«", "").replace("»", "")
-
-
 def processed(tokenizer, before: list[str], after: list[str]):
     """Makes a tokenizer put these tokens around each text, as a tokenizer.json can say."""
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -38,10 +33,11 @@ def processed(tokenizer, before: list[str], after: list[str]):
 
 def tokenizer_of(controls: str, text: str):
     """Returns tiny's tokenizer with these control tokens, the last of which is its EOS, and this
-    template. A control token at its begin is put before each text, as Llama's and Mistral's do."""
+    template, without its «». A control token at its begin is put before each text, as Llama's and
+    Mistral's do."""
     made, controls = tiny.make_tokenizer(), controls.split()
     made.add_special_tokens({"additional_special_tokens": controls, "eos_token": controls[-1]})
-    made.chat_template = plainly(text)
+    made.chat_template = text.replace("«", "").replace("»", "")
     return processed(made, controls[:1], []) if text.startswith(controls[0]) else made
 
 

@@ -35,7 +35,7 @@ from examples import tiny
 from examples.formats import TAGS
 from settings import changed
 from tables import table
-from templates import ROLE, SAID, plainly, processed, template, tokenizer_of
+from templates import ROLE, SAID, processed, template, tokenizer_of
 
 ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
@@ -55,30 +55,30 @@ def tags_in(tokenizer):
 
 # ---- a sweep over families of templates and kinds of tokenizers
 
-TRIMMED = "{{ m['content'] | trim }}"
-CHATML, AGAIN = f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", "<|im_start|>assistant\n"
-CHATML_SAID = f"<|im_start|>{ROLE}\n«{SAID}<|im_end|>»\n"
-FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn, what ends a chat)
-    "chatml": ("", CHATML, CHATML_SAID, AGAIN, "<|im_end|>", ""),
-    "default system": ("<|im_start|>system\nUse <think>.<|im_end|>\n", CHATML, CHATML_SAID, AGAIN,
-                       "<|im_end|>", ""),
-    "llama": ("<s>", f"<|h|>{ROLE}<|/h|>\n\n{TRIMMED}<|eot|>",
-              f"<|h|>{ROLE}<|/h|>\n\n«{TRIMMED}<|eot|>»", "<|h|>assistant<|/h|>\n\n", "<|eot|>",
-              ""),
-    "mistral": ("<s>", f"[INST] {SAID} [/INST]", f"« {SAID}</s>»", "", "</s>", ""),
-    "phi": ("", f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n",
-            "<|assistant|>\n", "<|end|>", "<pad>"),
-    "gemma": ("<s>", f"<turn>{ROLE}\n{SAID}</turn>\n", f"<turn>model\n«{SAID}</turn>»\n",
-              "<turn>model\n", "</turn>", ""),
-    "glm": ("[gMASK]<sop>", f"<|{ROLE}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n",
-            "<|user|>", ""),
-    "speaker": ("", *[f"<|x|>{ROLE}: {SAID}"] * 2, "<|x|>assistant: ", "<|x|>", ""),
-    "texts": ("", f"### {ROLE}\n{SAID}\n", f"### {ROLE}\n{SAID}\nEND\n", "### assistant\n", None,
-              ""),
-    "eos last": ("", f"<|{ROLE}|>\n{SAID}</s>\n",  # OLMo 2's, of several turns
-                 f"<|{ROLE}|>\n«{SAID}</s>»{{% if not loop.last %}}{{{{ '\\n' }}}}{{% endif %}}",
-                 "<|assistant|>\n", "</s>", ""),
-    "none": None}
+# What begins a chat, a turn of the user, one of the assistant, what asks for an answer, what ends a
+# turn of the assistant, and what ends a chat. "eos last" is OLMo 2's, of several turns.
+FAMILIES = {name: [*map(json.loads, cells)] for name, *cells in table(r"""
+chatml | "" | "<|im_start|>ROLE\nSAID<|im_end|>\n" | "<|im_start|>ROLE\nSAID<|im_end|>\n"
+    | "<|im_start|>assistant\n" | "<|im_end|>" | ""
+default system | "<|im_start|>system\nUse <think>.<|im_end|>\n"
+    | "<|im_start|>ROLE\nSAID<|im_end|>\n" | "<|im_start|>ROLE\nSAID<|im_end|>\n"
+    | "<|im_start|>assistant\n" | "<|im_end|>" | ""
+llama | "<s>" | "<|h|>ROLE<|/h|>\n\nTRIMMED<|eot|>" | "<|h|>ROLE<|/h|>\n\nTRIMMED<|eot|>"
+    | "<|h|>assistant<|/h|>\n\n" | "<|eot|>" | ""
+mistral | "<s>" | "[INST] SAID [/INST]" | " SAID</s>" | "" | "</s>" | ""
+phi | "" | "<|ROLE|>\nSAID<|end|>\n" | "<|assistant|>\nSAID<|end|>\n" | "<|assistant|>\n"
+    | "<|end|>" | "<pad>"
+gemma | "<s>" | "<turn>ROLE\nSAID</turn>\n" | "<turn>model\nSAID</turn>\n" | "<turn>model\n"
+    | "</turn>" | ""
+glm | "[gMASK]<sop>" | "<|ROLE|>\nSAID" | "<|assistant|>\nSAID" | "<|assistant|>\n"
+    | "<|user|>" | ""
+speaker | "" | "<|x|>ROLE: SAID" | "<|x|>ROLE: SAID" | "<|x|>assistant: " | "<|x|>" | ""
+texts | "" | "### ROLE\nSAID\n" | "### ROLE\nSAID\nEND\n" | "### assistant\n" | null | ""
+eos last | "" | "<|ROLE|>\nSAID</s>\n"
+    | "<|ROLE|>\nSAID</s>{% if not loop.last %}{{ '\\n' }}{% endif %}" | "<|assistant|>\n"
+    | "</s>" | ""
+none | null | null | null | null | null | null
+""".replace("ROLE", ROLE).replace("SAID", SAID).replace("TRIMMED", "{{ m['content']|trim }}"))}
 CONTROLS = """<s> </s> <pad> <|im_start|> <|im_end|> <|h|> <|/h|> <|eot|> [INST] [/INST] <|user|>
     <|assistant|> <|system|> <|end|> <turn> </turn> [gMASK] <sop> <|x|>""".split()
 FILES = table("""
@@ -88,6 +88,16 @@ FILES = table("""
 {"eos_token_id": 105} | {"eos_token_id": 107} | [107]
 {"eos_token_id": 105} | {"eos_token_id": [107, 108]} | [107, 108]
 """)  # config.json, generation_config.json and the ids that they name
+PICKS = table("""
+special | [true, true, false]
+bos | [true, true, false]
+appends | [true, false, false]
+words | [true, false, false]
+pad | [null, "<pad>", "</s>", "<s>"]
+clean | [true, false, false]
+tags | [true, false, null]
+eos | ["</s>", "</s>", "<|im_end|>", null]
+""")  # of a tokenizer
 TEXTS = "What is  12 + 34?", "12 + 34 = 46", "It's 1,234,567.\n\n\tNaïve ＡＢ, don't", "a  b\n  c"
 
 
@@ -122,10 +132,7 @@ def drawn(seed: int):
     """Returns a tokenizer, its family, the model's files (a line of FILES), what was drawn."""
     rng = random.Random(seed)
     name = [*FAMILIES][seed % len(FAMILIES)]  # each as often
-    pick = dict(special=rng.random() < 0.7, words=rng.random() < 0.3, tags=rng.choice([
-        True, False, None]), bos=rng.random() < 0.6, appends=rng.random() < 0.4,
-        eos=rng.choice(["</s>", "</s>", "<|im_end|>", None]),
-        pad=rng.choice([None, "<pad>", "</s>", "<s>"]), clean=rng.random() < 0.3)
+    pick = {what: rng.choice(json.loads(choices)) for what, choices in PICKS}
     made = PreTrainedTokenizerFast(
         tokenizer_object=trained("spaces") if pick["words"] else Tokenizer.from_str(BYTES),
         clean_up_tokenization_spaces=pick["clean"])
@@ -133,51 +140,49 @@ def drawn(seed: int):
     for controls, special in (CONTROLS, pick["special"]), (tags, pick["tags"]):
         made.add_tokens([AddedToken(t, special=special, normalized=False) for t in controls])
     made.bos_token, made.eos_token, made.pad_token = "<s>", pick["eos"], pick["pad"]
-    if family := FAMILIES[name]:
-        begin, user, assistant, header, _, tail = family
-        made.chat_template = plainly(template(user, assistant, header, begin, tail))
+    begin, user, assistant, header, _, tail = FAMILIES[name]
+    if name != "none":
+        made.chat_template = template(user, assistant, header, begin, tail)
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
     return made, name, rng.choice(FILES), pick
 
 
-def check(tmp_path, seed: int) -> SimpleNamespace:
-    """What was drawn, and its row, ends and texts, which are right."""
-    tokenizer, name, (config, generation, ids), pick = drawn(seed)
+def check(tmp_path, seed: int):
+    """Prompt, ends and texts of what was drawn are right. Returns (tokenizer, ends, reader)."""
+    tokenizer, name, (config, generation, named), pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
-    bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][4]
-    asked = [{"role": "user", "content": "Sort 31"}]
+    bos, end = to_id("<s>"), FAMILIES[name][4]
     # The prompt.
     row = row_of({"prompt": "Sort 31"}, tokenizer)
+    bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
     if tokenizer.chat_template:
+        asked = [{"role": "user", "content": "Sort 31"}]
         text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert row.prompt_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert row.prompt_ids.count(bos) == text.count("<s>")
     else:
-        bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
         assert row.prompt_ids == [bos][:pick["bos"]] + bare
     finished = row_of({"prompt": row.prompt}, tokenizer)
     if name not in ("texts", "none"):
         assert finished.finished and finished.prompt_ids == row.prompt_ids
     assert not row_of({"prompt": "<think>1"}, tokenizer).finished
     # What ends.
-    for file, text in ("config", config), ("generation_config", generation):
-        if text:
-            (tmp_path / f"{file}.json").write_text(text)
+    (tmp_path / "config.json").write_text(config)
+    if generation:
+        (tmp_path / "generation_config.json").write_text(generation)
     own = [to_id(t) for t in (pick["eos"], end) if t]
     ends = texts.eos_ids(str(tmp_path), tokenizer)
-    assert ends == sorted({*json.loads(ids), *own})
+    assert ends == sorted({*json.loads(named), *own})
     # The text. What sentencepiece would give is its own decoding.
     written, reads = "a , b <think>1</think> n't", texts.reader(tokenizer, ends)
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
-    closing = [to_id(end)] if end else own[:1]
-    assert reads(ids) == reads(ids + closing) == expected
-    silent = [bos, *([to_id(pick["pad"])] if pick["pad"] else [])]
-    assert reads([bos, *ids, *silent[1:], *closing]) == expected
-    assert reads(ids[:2] + silent + own + ids[2:]) == expected  # wherever they stand
-    return SimpleNamespace(tokenizer=tokenizer, name=name, pick=pick, row=row, asked=asked, end=end,
-                           ends=ends, reads=reads, written=ids, closing=closing, expected=expected)
+    closing, silent = [to_id(end)] if end else own[:1], [to_id(pick["pad"] or "<s>")]
+    for seen in ids, ids + closing, [bos, *ids, *silent, *closing], (
+            ids[:2] + [bos, *silent, *own] + ids[2:]):  # wherever they stand
+        assert reads(seen) == expected
+    return tokenizer, ends, reads
 
 
 def fields(words: str) -> list[dict]:
@@ -189,7 +194,7 @@ def fields(words: str) -> list[dict]:
          "answer": "A"}]""".replace("WORDS", json.dumps(words)))
 
 
-FAST = [*range(0, 110, 10), 43, 109]  # each family; two tokenizers that append an EOS
+FAST = [*range(0, 110, 10), 32, 87]  # each family, pick and file; and EOS appended, no template
 SWEEP = [pytest.param(i, marks=[] if i in FAST else [pytest.mark.slow]) for i in range(110)]
 
 
@@ -199,13 +204,13 @@ def test_of_many_tokenizers_and_templates_each_is_right(tmp_path, seed):
     is; a completion ends where the model's files and its template say; the text of a completion has
     all words and no token that begins, ends or pads. And words are words: a row whose text holds
     such a token has it in its prompt, or a sentence names it."""
-    there = check(tmp_path, seed)
-    known = [t.content for t in there.tokenizer.added_tokens_decoder.values()]
+    tokenizer, ends, reads = check(tmp_path, seed)
+    known = [token.content for token in tokenizer.added_tokens_decoder.values()]
     for mark in random.Random(seed).sample(known, 9):
         for row in fields(words := f"a{mark}b"):
             try:
-                made = row_of(row, there.tokenizer, there.ends)
-                assert words in there.reads(made.prompt_ids) or words == row["answer"], mark
+                made = row_of(row, tokenizer, ends)
+                assert words in reads(made.prompt_ids) or words == row["answer"], mark
             except SettingsError as error:
                 assert f"its words hold {mark}" in str(error) and mark not in TAGS
 
@@ -245,11 +250,10 @@ ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages
         "{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: <think>")
 
 
-@pytest.mark.parametrize("text", [tiny.CHATML, ZERO])
-def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
+def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat():
     """A prompt may begin with a tag: the template is applied to it."""
     tokenizer = tags_in(tiny.make_tokenizer())
-    tokenizer.chat_template = text
+    tokenizer.chat_template = ZERO
     for prompt in "<think>a", "</answer>", "<answer> <think>a":
         row = row_of({"prompt": prompt}, tokenizer)
         assert not row.finished and prompt in row.prompt != prompt
@@ -298,14 +302,12 @@ def test_a_stop_string_may_be_a_special_token():
     """vLLM's own detokenizer, with the parameters of a request: with skip_special_tokens a --stop
     that is a special token would never be seen."""
     from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
     engine, tokenizer = fakes.engine_of(), tags_in(tiny.make_tokenizer())
     engine.args = rollout.EngineArgs(stop=("</answer>",))
     params = SamplingParams(**engine.sampling(rollout.Request([5], 1), 1.0))
-    known = {name: None for name in EngineCoreRequest.__struct_fields__}
-    request = EngineCoreRequest(**known | {
-        "request_id": "0", "prompt_token_ids": [5], "sampling_params": params})
+    request = SimpleNamespace(request_id="0", prompt_token_ids=[5], prompt_embeds=None,
+                              sampling_params=params)
     reads = IncrementalDetokenizer.from_new_request(tokenizer, request)
     assert reads.update(tokenizer(THOUGHT)["input_ids"], False) == "</answer>"
 

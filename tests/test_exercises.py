@@ -7,6 +7,7 @@ import pytest
 
 from families import ROOT
 from forked import PYTHON
+from tables import table
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import diagnose  # noqa: E402
@@ -30,24 +31,23 @@ WRONG = """
 12 | the reward is high without a right answer | nothing is wrong | ends at
 7 | ReduceOp.MAX | ReduceOp.MIN | rank 1 is told
 8 | worker.kill() | pass | still runs
-""".strip().splitlines()
+"""
 
 
-def marked(value, number: int):
+def marked(number, *cells):
     """A case of this exercise."""
-    return pytest.param(value, marks=SLOW.get(number, ()))
+    return pytest.param(int(number), *cells, marks=SLOW.get(int(number), ()))
 
 
-@pytest.mark.parametrize("line", [marked(line, int(line.split()[0])) for line in WRONG])
-def test_a_wrong_repair_fails_and_is_told_why(line):
+@pytest.mark.parametrize("number, old, new, why", [marked(*cells) for cells in table(WRONG)])
+def test_a_wrong_repair_fails_and_is_told_why(number, old, new, why):
     """The exercise's own test says what is wrong with it."""
-    number, old, new, why = line.split(" | ")
-    solution = SOLUTIONS[int(number)]
+    solution = SOLUTIONS[number]
     assert solution.count(old) == 1
-    assert why in (exercise.run(int(number), solution.replace(old, new)) or "it passed")
+    assert why in (exercise.run(number, solution.replace(old, new)) or "it passed")
 
 
-@pytest.mark.parametrize("number", [marked(number, number) for number in SOLUTIONS])
+@pytest.mark.parametrize("number", map(marked, SOLUTIONS))
 def test_an_exercise_fails_as_given_passes_with_its_solution_and_names_a_line(number):
     """The line is in the project, and the README lists the exercise. A run fits one cause only."""
     assert exercise.run(number, "") and exercise.run(number, SOLUTIONS[number]) is None

@@ -80,6 +80,21 @@ def boxed(text: str) -> str:
     return rf"\boxed{{{text}}}"
 
 
+# A completion and an answer that are the same number: as it is written, with a unit, as plain text.
+# A new line is ¶.
+SAME = table(r"""
+gsm8k | #### {given} | {gold}
+gsm8k | \boxed{{{given}}} of 3 | {gold}
+gsm8k | It is {given} | {gold}
+gsm8k | \fbox{{{text}}} | {gold}
+gsm8k | 3 * 4 = 12¶#### x = {text}¶¶5 | {gold}
+gsm8k | #### {gold} | 5¶#### {given}
+math | \boxed{{2}}, no: \boxed{{{text}}} | {gold}
+math | \boxed{{{gold}}} | {text}
+""")
+REWARDS = {"gsm8k": gsm8k, "math": math_reward}
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.slow)])
 def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
     """`exact`, gsm8k, math and countdown pay the value of any form, with any unit, on either side;
@@ -87,29 +102,22 @@ def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
     rng = random.Random(0)
     for _ in range(count):
         text, value = written(rng)
-        gold, given = decimal(value), rng.choice(UNITS).format(text.removesuffix("."))
+        right, given = decimal(value), rng.choice(UNITS).format(text.removesuffix("."))
         assert number_of(text) == value, text
         if "e" in text.lower():  # gsm8k reads no 1e5cm
             given = given.replace("cm", " cm")
-        box = boxed("2") + ", no: " + boxed(text)
-        cases = [(gsm8k, completion, gold) for completion in (
-            f"#### {given}", boxed(given) + " of 3", f"It is {given}", rf"\fbox{{{text}}}",
-            f"3 * 4 = 12\n#### x = {text}\n\n5")] + [(math_reward, box, gold)]
-        for other in wrong(text, value):
-            assert exact(text, float(Fraction(other))) == 0, (text, other)
-            assert math_reward(boxed(other), text) == 0, (text, other)
-            for reward, completion, _ in cases:
-                assert reward(completion, other) == 0, (completion, other)
-        cases += [(gsm8k, f"#### {gold}", f"5\n#### {given}"), (math_reward, boxed(gold), text)]
-        if "/" not in gold:  # a column of numbers
-            cases.append((exact, text, float(value)))
-        for reward, completion, answer in cases:
-            assert reward(completion, answer) == 1, (completion, answer)
+        for gold in [right, *wrong(text, value)]:
+            for name, *sides in SAME:
+                completion, answer = (side.format(text=text, given=given, gold=gold).replace(
+                    "¶", "\n") for side in sides)
+                assert REWARDS[name](completion, answer) == (gold == right), (completion, answer)
+            if gold != right or "/" not in gold:  # a column of numbers
+                assert exact(text, float(Fraction(gold))) == (gold == right), (text, gold)
         if value.denominator == 1:
             sign, size = "−" if value < 0 else "", abs(int(value))
             for form in "{} × ７ ÷ 7", r"{} \times 7 \div 7":
                 row = dict(completion=form.format(f"{sign}{size}"), nums=[str(size), 7.0, 7])
-                assert countdown(target=text, **row) == 1 > countdown(target=gold + "1", **row)
+                assert countdown(target=text, **row) == 1 > countdown(target=right + "1", **row)
             assert countdown(f"<answer>{sign}{size} ∗ 7</answer>", text, [str(size), 7.0]) == 0
 
 

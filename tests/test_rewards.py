@@ -10,14 +10,11 @@ import time
 from contextlib import closing
 from datetime import date, timedelta
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 import fakes
 import flags
@@ -30,7 +27,7 @@ from messages import answer_of
 from rewards import Answer, Item, Pool, scores_of
 from tables import table
 from verifiers import answers_of
-from worker import Part, Reward
+from worker import Part
 
 ROOT = Path(__file__).resolve().parent.parent
 KK = "(1) Zoey is a knight\n(2) Ben is a knave"
@@ -41,17 +38,17 @@ def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
     return Item(prompt, completion, answer, row, tokens, truncated)
 
 
-def pool(specs, workers=1, timeout=10.0, make=Pool):
+def pool(specs, workers=2, timeout=10.0):
     """Returns a pool of workers, which is closed at the end of a `with`."""
-    made = make(specs, fakes.args(reward_workers=workers, reward_timeout=timeout))
+    made = Pool(specs, fakes.args(reward_workers=workers, reward_timeout=timeout))
     made.progress["global_step"] = 7
     return closing(made)
 
 
-def score(specs, items, group=1, workers=2, timeout=10.0, make=Pool):
+def score(specs, items, group=1, **options):
     """Returns the scores of one batch in a fresh pool. items: or texts."""
     items = [item(x) if isinstance(x, str) else x for x in items]
-    with pool(specs, workers, timeout, make) as scorer:
+    with pool(specs, **options) as scorer:
         scorer.wait()
         return scores_of(scorer, items, group if scorer.groups else 1)
 
@@ -234,19 +231,30 @@ def test_a_score_is_a_weighted_sum_of_what_applies(own):
     assert totals(one) == [1.8] and parts(one) == [(1, None, -2, 0)]
 
 
-def test_what_a_function_of_trl_may_return():
+RETURNED = """
+(1, 2) | [1, 2] | None
+numpy.array([[1.0], [2.0]]) | [1, 2] | None
+[numpy.bool_(True), numpy.float32(2)] | [1, 2] | None
+torch.tensor([1, 2], dtype=torch.bfloat16) | [1, 2] | None
+iter([fractions.Fraction(1), decimal.Decimal(2)]) | [1, 2] | None
+[1] | [null, null] | must be a list of numbers: 1 values for 2
+1.0 | [null, null] | must be a list of numbers: 1 values for 2
+[1, 'x'] | [1, null] | got 'x', a str
+[1, 1j] | [1, null] | complex
+[1, 10**400] | [1, null] | OverflowError
+[1, float('inf')] | [1, null] | finite number
+"""
+
+
+def test_what_a_function_of_trl_may_return(own):
     """Any list of numbers; what is none costs its completion, and a list of another length all."""
-    reward, two = Reward(None, None, groups=True), [item("a"), item("b")]
-    for result in [(1, 2), np.array([[1.0], [2.0]]), torch.tensor([1, 2], dtype=torch.bfloat16),
-                   iter([Fraction(1), Decimal(2)]), [np.bool_(True), np.float32(2)]]:
-        assert reward.values(result, two) == [1, 2]
-    for result in [1], 1.0:
-        with pytest.raises(TypeError, match="must be a list of numbers: 1 values for 2"):
-            reward.values(result, two)
-    for value, text in {"x": "got 'x', a str", 1j: "complex", 10**400: "OverflowError",
-                        float("inf"): "finite number"}.items():
-        one, other = reward.values([1, value], two)
-        assert one == 1 and text in other, value
+    spec = own("import decimal, fractions, numpy, torch\n"
+               "def f(completions, **_): return eval(completions[0])")
+    cases = table(RETURNED)
+    scores = score([spec], [code for code, *_ in cases for _ in range(2)], 2, timeout=60.0)
+    for (code, right, words), one, other in zip(cases, scores[::2], scores[1::2], strict=True):
+        assert [one.total, other.total] == json.loads(right), code
+        assert words in str(other.error), code
 
 
 # ---- a file, its folder and its processes
@@ -356,21 +364,17 @@ def test_a_worker_ends_in_silence_when_the_trainer_does(capfd):
 
 # ---- hostile rewards
 
-def group_of(own, define, make):
+def test_a_group_is_one_call_with_the_time_of_all_and_fails_as_a_whole(own):
     """Three completions of at most a second each, in one call of 1.6 s."""
-    spec = own(f"{define} f(completions, **columns):\n"
+    spec = own("def f(completions, **columns):\n"
                "    if 'late' in completions: time.sleep(1e9)\n"
                "    if 'bad' in completions: return [1.0]\n"
                "    time.sleep(1.6)\n    return [1.0] * 3")
     words = ["a", "b", "c", "d", "bad", "e", "late", "f", "g"]
-    scores = score([spec], words, 3, timeout=1.0, make=make)
+    scores = score([spec], words, 3, timeout=1.0)
     assert totals(scores) == [1] * 3 + [None] * 6
     assert all("1 values for 3" in s.error for s in scores[3:6])
     assert all(s.error.startswith("no answer within") for s in scores[6:])
-
-
-def test_a_group_is_one_call_with_the_time_of_all_and_fails_as_a_whole(own):
-    group_of(own, "def", Pool)
 
 
 HOSTILE = r"""
@@ -410,7 +414,7 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
     """It stops between calls, and the next completion is larger than any pipe."""
     spec = own("import threading\n" + F + "if completion == 'stop':\n"
                "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
-    with pool([spec], timeout=2.0) as scorer:
+    with pool([spec], workers=1, timeout=2.0) as scorer:
         assert totals(scores_of(scorer, [item("stop")])) == [1]
         time.sleep(0.5)
         scored = []
@@ -434,8 +438,8 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
 def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_does(own, capfd):
     """Of many completions, and of larger ones than a pipe's buffer."""
     spec = own(F + "print(f'no space {completion[:9]}\\n', end='')\n    return float(completion)")
-    scores = score([spec], [*map(str, range(300)), "x", *["1" + " " * 3_000_000] * 3])
-    assert totals(scores) == [*range(300), None, 1, 1, 1] and "ValueError" in scores[300].error
+    scores = score([spec], [*map(str, range(300)), *["1" + " " * 3_000_000] * 3])
+    assert totals(scores) == [*range(300), 1, 1, 1]
     assert "no space 299\n" in capfd.readouterr().out
 
 

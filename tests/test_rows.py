@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import reduce
 from itertools import permutations, product
 from pathlib import Path
 from zlib import crc32
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,16 +28,16 @@ from examples import convert, countdown, tiny
 from messages import answer_of, message_of
 from tables import table
 
-TEMPLATE = (
-    "{% if effort %}Effort: {{ effort }}{% endif %}"
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
-    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think></think>{% endif %}{% endif %}")
 TEMPLATES = {
+    "whole": (
+        "{% if effort %}Effort: {{ effort }}{% endif %}"
+        "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+        "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+        "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+        "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+        "<think></think>{% endif %}{% endif %}"),
     "plain": tiny.CHATML, "none": None, "comment": tiny.CHATML + "{# train on what bing says #}",
     "ends": "{{ messages[0]['content'] }}<|im_end|>",
     "no system": "{{ raise_exception('System role refused') }}",
@@ -51,10 +53,10 @@ STORES = ("jsonl", "json", "parquet", "csv")
 QA = {"question": "q", "answer": "a"}
 
 
-def make_tokenizer(template=TEMPLATE):
-    """Returns tiny's tokenizer with this template. None: it has none."""
+def make_tokenizer(template="whole"):
+    """Returns tiny's tokenizer with one of TEMPLATES."""
     made = tiny.make_tokenizer()
-    made.chat_template = template
+    made.chat_template = TEMPLATES[template]
     return made
 
 
@@ -65,9 +67,10 @@ def store(folder: Path, kind: str, rows: list[dict]) -> str:
     """Writes the rows in one of STORES → the value of --data. A .csv has texts and JSON texts."""
     import datasets
     path = folder / f"rows.{kind}"
-    if kind in ("jsonl", "json"):
-        lines = [json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines) if kind == "jsonl" else f"[{', '.join(lines)}]")
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
     elif kind == "csv":
         datasets.Dataset.from_list([*map(in_cells, rows)]).to_csv(path)
     else:
@@ -85,40 +88,20 @@ def in_cells(row: dict) -> dict:
             for key, value in row.items()}
 
 
-def load(spec: str, tokenizer=TOKENIZER, limit=4096, **flags) -> tuple[list[Row], str]:
-    """Reads the rows of a run. tokenizer: or a name of TEMPLATES."""
-    if isinstance(tokenizer, str):
-        tokenizer = make_tokenizer(TEMPLATES[tokenizer])
-    return data.load(spec, tokenizer, DataArgs(limit, **flags))
+def load(spec: str, tokenizer="whole", limit=4096, **flags) -> tuple[list[Row], str]:
+    """Returns the rows of a run and the line of their number. tokenizer: a name of TEMPLATES."""
+    return data.load(spec, make_tokenizer(tokenizer), DataArgs(limit, **flags))
 
 
-def asked(spec: str, *args, **flags) -> list[Row]:
-    """Returns the rows of a run that asks the model."""
-    return load(spec, *args, **flags)[0]
+def row_of(stored: dict, folder: Path, **flags) -> Row:
+    """Returns the row of a run that is made of this stored one."""
+    return load(store(folder, "jsonl", [stored]), **flags)[0][0]
 
 
-def of(load, row: dict, folder: Path, kind: str = "jsonl", **flags):
-    """Returns the row that is made of this stored one."""
-    return load(store(folder, kind, [row]), **flags)[0]
-
-
-def template(messages, goes_on=True, **options) -> str:
+def template(messages, **options) -> str:
     """Returns what transformers makes of the messages."""
     return TOKENIZER.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=goes_on, **options)
-
-
-def user(text="q"):
-    return {"role": "user", "content": text}
-
-
-def said(text="A", **more):
-    return {"role": "assistant", "content": text} | more
-
-
-def schema(name, **properties):
-    return {"type": "function", "function": {"name": name, "parameters": {
-        "type": "object", "properties": properties}}}
+        messages, tokenize=False, add_generation_prompt=True, **options)
 
 
 def sentence(call, *args, **options) -> str:
@@ -129,9 +112,9 @@ def sentence(call, *args, **options) -> str:
     return str(error.value)
 
 
-def refusal(load, row, folder, **flags) -> str:
+def refusal(stored: dict, folder: Path, **flags) -> str:
     """Returns the sentence for a row that is refused, behind the row's number."""
-    found, number, words = sentence(of, load, row, folder, **flags).partition("row 1: ")
+    found, number, words = sentence(row_of, stored, folder, **flags).partition("row 1: ")
     assert number, found
     return words
 
@@ -145,17 +128,19 @@ def pair(i: int) -> tuple[str, str]:
 
 
 CAPITALS = re.compile(r"\b[A-Z]+\b")
-MESSAGES = dict(table(r"""
+WORDS = dict(table(r"""
 USER | {"role": "user", "content": Q}
 PARTS | {"role": "user", "content": [
      {"type": "text", "text": HALF}, {"type": "text", "text": REST}]}
 SAID | {"role": "assistant", "content": A}
-WEIGHTED | {"role": "assistant", "content": A, "weight": 1}
 CALLS | {"role": "assistant", "content": "", "tool_calls": [
      {"type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]}
-TEXTCALLS | {"role": "assistant", "content": null, "tool_calls": [
+CALLSASTEXT | {"role": "assistant", "content": null, "tool_calls": [
      {"type": "function", "function": {"name": "f", "arguments": TEXTARGUMENTS}}]}
+ARGUMENTS | {KEY: VALUE}
 TOOL | {"role": "tool", "content": "3"}
+TOOLS | [{"type": "function", "function": {"name": "f", "parameters": {
+     "type": "object", "properties": {KEY: {"type": "t"}}}}}]
 SYSTEM | {"role": "system", "content": "be brief"}
 HUMAN | {"from": "human", "value": Q}
 GPT | {"from": "gpt", "value": A}
@@ -163,70 +148,55 @@ GPT | {"from": "gpt", "value": A}
 
 
 def filled(text: str, q="q", a="A", i=0):
-    """Returns the value of a JSON text. i: of it the calls and schemas have different keys, which a
-    table adds to all rows."""
-    arguments, tools = ({("a", "b", "c")[i % 3]: (i, {"h": i}, "x")[i % 3]},
-                        [schema("f", **{f"x{i % 4}": {"type": "t"}})])
-    values = dict(Q=q, A=a, HALF=q[:4], REST=q[4:], I=i, KEY=f"k{i % 3}", TOOLS=tools,
-                  TEXTTOOLS=json.dumps(tools), ARGUMENTS=arguments,
-                  TEXTARGUMENTS=json.dumps(arguments))
-    text = CAPITALS.sub(lambda word: MESSAGES.get(word[0], word[0]), text)
-    return json.loads(CAPITALS.sub(lambda word: json.dumps(values[word[0]]), text))
+    """Returns the value of a JSON text. TEXTX is X as a JSON text. i: of it the calls and schemas
+    have different keys, which a table adds to all rows."""
+    values = dict(Q=q, A=a, HALF=q[:4], REST=q[4:], I=i, KEY=f"k{i % 3}",
+                  VALUE=(i, {"h": i}, "x")[i % 3])
+
+    def value(word: str) -> str:
+        if word.startswith("TEXT"):
+            return json.dumps(fill(word.removeprefix("TEXT")))
+        return fill(WORDS[word]) if word in WORDS else json.dumps(values[word])
+
+    def fill(text: str) -> str:
+        return CAPITALS.sub(lambda found: value(found[0]), text)
+    return json.loads(fill(text))
 
 
 # ---- the sweep: the formats of the field, each in each store
 
 FORMATS = """
-trl, standard | {"prompt": Q, "answer": A, "tools": []} | [USER]
-trl, conversational | {"prompt": [USER], "solution": A} | [USER]
-prompt and completion | {"prompt": Q, "completion": A} | [USER, SAID]
-both conversational | {"prompt": [USER], "completion": [SAID]} | [USER, SAID]
-messages | {"messages": [USER, CALLS, TOOL, SAID], "tools": TOOLS} | [USER, CALLS, TOOL, SAID]
-openai | {"messages": [PARTS, TEXTCALLS, TOOL, WEIGHTED], "tools": TEXTTOOLS}
-    | [USER, CALLS, TOOL, SAID]
-sharegpt | {"conversations": [HUMAN, GPT]} | [USER, SAID]
-sharegpt with a system | {"system": "be brief", "conversations": [HUMAN, GPT]}
-    | [SYSTEM, USER, SAID]
-a tool's answer | {"prompt": [USER, CALLS, TOOL], "tools": TOOLS} | [USER, CALLS, TOOL]
+trl, standard | {"prompt": Q, "answer": A, "tools": []} | [USER] | A
+trl, conversational | {"prompt": [USER], "solution": A} | [USER] | A
+messages | {"messages": [USER, CALLS, TOOL], "tools": TOOLS} | [USER, CALLS, TOOL] | null
+openai | {"messages": [PARTS, CALLSASTEXT, TOOL], "tools": TEXTTOOLS} | [USER, CALLS, TOOL] | null
+sharegpt | {"conversations": [HUMAN], "answer": A} | [USER] | A
+sharegpt with a system | {"system": "be brief", "conversations": [HUMAN]} | [SYSTEM, USER] | null
 verl | {"prompt": [SYSTEM, USER], "reward_model": {"style": "rule", "ground_truth": A},
-     "answer": "not it", "data_source": "s", "extra_info": {KEY: I}} | [SYSTEM, USER]
-easyr1 | {"problem": Q, "answer": A, "images": []} | [USER]
-alpaca | {"instruction": Q, "input": "", "output": A} | []
-question and answer | {"question": Q, "answer": A} | [USER]
+     "answer": "not it", "data_source": "s", "extra_info": {KEY: I}} | [SYSTEM, USER] | A
+a tool's answer | {"prompt": [USER, CALLS, TOOL], "tools": TOOLS} | [USER, CALLS, TOOL] | null
+easyr1 | {"problem": Q, "answer": A, "images": []} | [USER] | A
+question and answer | {"question": Q, "answer": A} | [USER] | A
 """
 
 
-def stored_formats(tmp_path, n: int):
-    """Yields (name, store, the value of --data, n stored rows, their messages, what the template
-    gets beside them). The last message is to learn, if it is the assistant's."""
-    for name, row, messages in table(FORMATS):
-        options = '{"tools": TOOLS}' if "TOOLS" in row else "{}"
-        columns = [[filled(cell, *pair(i), i) for i in range(n)]
-                   for cell in (row, messages, options)]
-        (tmp_path / name).mkdir()
-        for kind in STORES:
-            if kind != "csv" or name not in ("verl", "easyr1"):  # cells are texts
-                yield name, kind, store(tmp_path / name, kind, columns[0]), *columns
-
-
 @pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_formats_of_the_field_in_every_store(tmp_path, n):
-    """Each has transformers' text of its messages, that text's ids, the stored answer and columns:
-    no store changes a type. Those whose last message is to learn are read by a part."""
-    for name, kind, spec, stored, chats, options in stored_formats(tmp_path, n):
-        if name == "alpaca":
-            made = asked(spec, prompt_template="{instruction} {input}")
-            chats = [[user(f"{one['instruction']} ")] for one in stored]
-        elif chats[0][-1]["role"] == "assistant":
-            continue
-        else:
-            made = asked(spec)
-        for i, (row, chat, more, one) in enumerate(zip(made, chats, options, stored, strict=True)):
-            assert row.prompt == template(chat, **more), (name, kind)
-            assert row.prompt_ids == TOKENIZER(row.prompt)["input_ids"] and row.index == i
-            assert row.answer == (None if name in ("alpaca", "a tool's answer") else pair(i)[1])
-            assert row.columns == (in_cells(one) if kind == "csv" else one), (name, kind)
-            assert row.source == one.get("data_source", f"{name}/rows")
+@pytest.mark.parametrize("name, row, messages, answer", table(FORMATS))
+def test_a_format_of_the_field_in_every_store(tmp_path, name, row, messages, answer, n):
+    """It has transformers' text of its messages, that text's ids, the stored answer and columns: no
+    store changes a type."""
+    stored, chats, answers = ([filled(cell, *pair(i), i) for i in range(n)]
+                              for cell in (row, messages, answer))
+    for kind in STORES if name not in ("verl", "easyr1") else STORES[:-1]:  # a .csv has texts alone
+        rows, _ = load(store(tmp_path, kind, stored))
+        assert [row.answer for row in rows] == answers
+        assert [row.index for row in rows] == [*range(n)]
+        for i, (row, chat, one) in enumerate(zip(rows, chats, stored, strict=True)):
+            options = {"tools": filled("TOOLS", i=i)} if one.get("tools") else {}
+            assert row.prompt == template(chat, **options), kind
+            assert row.prompt_ids == TOKENIZER(row.prompt)["input_ids"]
+            assert row.columns == (in_cells(one) if kind == "csv" else one), kind
+            assert row.source == one.get("data_source", f"{tmp_path.name}/rows")
 
 
 # ---- one row: understood, or refused
@@ -259,24 +229,26 @@ UNDERSTOOD = r"""
     | "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think></think>"
 {"prompt": [{"role": "developer", "content": "d"}, {"role": "function", "content": "e"}, USER]}
     | null | [{"role": "developer", "content": "d"}, {"role": "function", "content": "e"}, USER]
+{"instruction": "q", "input": "x", "output": "a"} | null | [{"role": "user", "content": "q x"}]
+    | {"prompt_template": "{instruction} {input}"}
+{"instruction": "q", "input": null, "output": "a"} | null | [{"role": "user", "content": "q "}]
+    | {"prompt_template": "{instruction} {input}"}
+{"prompt": [USER, CALLS, TOOL, {"role": "ipython", "content": "2"}, USER]} | null
+    | "[user]q[assistant][{'type': 'function', 'function': {'name': 'f', 'arguments':
+     {'k0': 0}}}][tool]3[ipython]2[user]q"
+    | {"tokenizer": "strict"}
 """
 
 
 @pytest.mark.parametrize("cells", table(UNDERSTOOD))
 def test_a_row_is_understood(tmp_path, cells):
     """Its columns, --prompt_template and --system, and the template's switches, are this prompt (a
-    text, or messages for the template) and this answer."""
+    text, or messages for the template) and this answer. A template that raises an error without a
+    key or a role of a message reads it."""
     row, answer, right, flags = map(filled, [*cells, "{}"][:4])
-    made = of(asked, row, tmp_path, **flags)
+    made = row_of(row, tmp_path, **flags)
     assert made.prompt == (right if isinstance(right, str) else template(right))
     assert made.answer == answer and TOKENIZER.decode(made.prompt_ids) == made.prompt
-
-
-def test_a_template_that_asks_for_a_key_has_a_place_for_it(tmp_path):
-    """A template that raises an error without a key or a role of a message reads it."""
-    row = filled('{"prompt": [USER, CALLS, TOOL, {"role": "ipython", "content": "2"}, USER]}')
-    prompt = of(asked, row, tmp_path, tokenizer="strict").prompt
-    assert "'arguments': {'a': 0}" in prompt and prompt.endswith("[ipython]2[user]q")
 
 
 REFUSED = r"""
@@ -329,41 +301,42 @@ def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, cells):
     """No row is used without something that it holds: one sentence has its number and says what."""
     words, *rest = cells
     row, flags = map(filled, [*rest, "{}"][:2])
-    assert words in refusal(asked, row, tmp_path, **flags)
+    assert words in refusal(row, tmp_path, **flags)
 
 
 # Forms of other systems: by the general rule they are refused, and a function of convert.py reads
-# them. name: (form, the row, its messages)
-ELSEWHERE = {name: (form, filled(row), filled(messages)) for name, form, row, messages in table(r"""
-llama-factory | chats | {"conversations": [HUMAN, {"from": "function_call",
-     "value": "{\"name\": \"f\", \"arguments\": {\"a\": 0}}"}, {"from": "observation",
-     "value": "3"}, GPT]} | [USER, CALLS, TOOL, SAID]
-ms-swift | chats | {"messages": [USER, {"role": "tool_call",
-     "content": "[{\"name\": \"f\", \"arguments\": {\"a\": 0}}]"}, {"role": "tool_response",
+# them. The function, the row, its messages and its answer: of LLaMA-Factory, ms-swift, OpenAI in
+# 2023, pandas, Alpaca; then of axolotl, with each key that says that a turn is not learned.
+ELSEWHERE = r"""
+chats | {"conversations": [HUMAN, {"from": "function_call",
+     "value": "{\"name\": \"f\", \"arguments\": {\"k0\": 0}}"}, {"from": "observation",
+     "value": "3"}, GPT]} | [USER, CALLS, TOOL, SAID] | null
+chats | {"messages": [USER, {"role": "tool_call",
+     "content": "[{\"name\": \"f\", \"arguments\": {\"k0\": 0}}]"}, {"role": "tool_response",
      "content": "3"}, {"role": "assistant", "content": A, "loss": true}]}
-    | [USER, CALLS, TOOL, SAID]
-openai, 2023 | chats | {"messages": [USER, {"role": "assistant", "content": null,
+    | [USER, CALLS, TOOL, SAID] | null
+chats | {"messages": [USER, {"role": "assistant", "content": null,
      "function_call": {"name": "f", "arguments": ARGUMENTS}}, TOOL, SAID]}
-    | [USER, CALLS, TOOL, SAID]
-pandas | pandas | {"prompt": "[{'role': 'user', 'content': 'q'}]",
-     "reward_model": "{'ground_truth': '5'}", "extra_info": "{'n': 1}"} | [USER]
-alpaca | alpaca | {"instruction": "q", "input": "x", "output": A, "history": [["one", "two"]]}
+    | [USER, CALLS, TOOL, SAID] | null
+pandas | {"prompt": "[{'role': 'user', 'content': 'q'}]",
+     "reward_model": "{'ground_truth': '5'}", "extra_info": "{'n': 1}"} | [USER] | "5"
+alpaca | {"instruction": "q", "input": "x", "output": A, "history": [["one", "two"]]}
     | [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"},
-     {"role": "user", "content": "q\nx"}, SAID]
-""")} | {f"axolotl, {key}": (
-    "chats", {"messages": [user(), said("no", **{key: False}), user(), said()]},
-    [user(), said("no", weight=0), user(), said()]) for key in convert.WEIGHTS}
+     {"role": "user", "content": "q\nx"}, SAID] | null
+""" + "".join(f"""chats
+    | {{"messages": [USER, {{"role": "assistant", "content": "no", "{key}": false}}, USER, SAID]}}
+    | [USER, {{"role": "assistant", "content": "no", "weight": 0}}, USER, SAID] | null
+""" for key in convert.WEIGHTS)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_form_of_another_system_is_refused_and_converted(tmp_path, name):
+@pytest.mark.parametrize("form, row, messages, answer", table(ELSEWHERE))
+def test_a_form_of_another_system_is_refused_and_converted(tmp_path, form, row, messages, answer):
     """Roles, calls, turns that are not learned and pandas' texts of objects become messages of
     OpenAI's form."""
-    form, stored, right = ELSEWHERE[name]
-    assert refusal(asked, stored, tmp_path)
-    made = getattr(convert, form)(stored)
-    assert [message_of(m) for m in made.get("messages") or made["prompt"]] == right
-    assert answer_of(made)[1] == ("5" if name == "pandas" else None)
+    assert refusal(filled(row), tmp_path)
+    made = getattr(convert, form)(filled(row))
+    assert [message_of(m) for m in made.get("messages") or made["prompt"]] == filled(messages)
+    assert answer_of(made)[1] == filled(answer)
 
 
 # ---- what a run says of its rows
@@ -410,18 +383,18 @@ READ = r"""
 def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path, cells):
     """Data sets write "proof" where there is no answer, and a solution beside it."""
     rows, words, *flags = cells
-    made = asked(store(tmp_path, "jsonl", filled(rows)), **filled(*flags or ["{}"]))
+    made, _ = load(store(tmp_path, "jsonl", filled(rows)), **filled(*flags or ["{}"]))
     assert inputs.what_is_read(made) == words
 
 
-def test_rows_of_the_evaluation_that_are_trained_on_are_counted(tmp_path):
+def test_rows_of_the_evaluation_that_are_trained_on_are_counted():
     """By all that training depends on: another answer makes another row."""
-    rows = [{"prompt": f"q{i}", "answer": f"{i}"} for i in range(5)]
-    one, other = (asked(store(tmp_path, kind, some)) for kind, some in (
-        ("jsonl", rows), ("json", rows[3:] + [{"prompt": "q0", "answer": "9"}])))
-    assert inputs.what_is_shared(one, other) == [
+    rows = fakes.rows(5)
+    changed = replace(rows[0], answer="9")
+    moved = [replace(row, index=row.index + 9) for row in rows[3:]]
+    assert inputs.what_is_shared(rows, [*moved, changed]) == [
         "2 of the 3 rows of --eval_data are rows of --data too"]
-    assert inputs.what_is_shared(one, other[2:]) == inputs.what_is_shared(one, []) == []
+    assert inputs.what_is_shared(rows, [changed]) == inputs.what_is_shared(rows, []) == []
 
 
 # ---- files, names and functions
@@ -444,31 +417,28 @@ FILES = [  # name, content, rows or words
     ("a.csv", "a,b\n", "has no rows")]
 
 
-@pytest.mark.parametrize("folder", ["rows", "me@lab: x@train"])  # what a split begins with
 @pytest.mark.parametrize("name, content, what", FILES)
 def test_a_file_is_read_as_it_is_written_or_its_mistake_is_named(
-        tmp_path, folder, name, content, what):
-    """No type is guessed; a sentence has the file and the place in it."""
-    (path := tmp_path / folder / name).parent.mkdir()
+        tmp_path, name, content, what):
+    """No type is guessed; a sentence has the file and the place in it. The folder's name has what
+    begins a split."""
+    (path := tmp_path / "me@lab: x@train" / name).parent.mkdir()
     if content is None:
         os.mkfifo(path)
     else:
         path.write_bytes(content.encode())
     if isinstance(what, list):
-        assert str(data.read(str(path))) == str((what, f"{folder}/a"))
+        assert str(data.read(str(path))) == str((what, "me@lab: x@train/a"))
         assert "is no file" in sentence(data.read, f"{path}@train.csv")
     else:
         message = sentence(data.read, str(path))
         assert message.startswith(str(path)) and what in message and len(message) < 600
 
 
-def test_a_map_of_a_parquet_file_is_a_list_of_pairs(tmp_path):
+def test_a_map_of_an_arrow_table_is_a_list_of_pairs():
     """As pyarrow has it: it is no struct with keys of other rows."""
-    import pyarrow as pa
-    import pyarrow.parquet
-    kind = pa.map_(pa.string(), pa.int64())
-    pa.parquet.write_table(pa.table({"map": pa.array([[("k", 1)]], kind)}), tmp_path / "a.parquet")
-    assert data.read(f"{tmp_path}/a.parquet")[0] == [{"map": [("k", 1)]}]
+    pairs = pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))
+    assert data.from_arrow(pa.table({"map": pairs})) == [{"map": [("k", 1)]}]
 
 
 def test_a_hub_name_says_what_to_load(monkeypatch):
@@ -539,7 +509,7 @@ def test_tiny_rows():
     assert data.read("tiny", seed=5) == (rows, "tiny") and name == "tiny/sort"
     train, other, test = ({row["question"] for row in data.read(spec, seed)[0]}
                           for spec, seed in (("tiny", 5), ("tiny", 6), ("tiny@test", 5)))
-    assert len(train) == len(test) == 1000 and not train & test and train != other
+    assert len(train) == len(test) == 1000 and train != other and not test & (train | other)
     message = sentence(data.read, "tiny:srt")
     assert "no such rows: tiny:srt@train; tiny has sort, " in message and "train and" in message
 
@@ -577,17 +547,18 @@ def test_countdowns_rows_can_be_solved():
 def test_an_epoch_is_every_row_once_from_any_place(n, batch, seed, stop):
     """Each of three epochs is a permutation of the rows in steps of a batch, with a rest; no
     position stands twice; a Stream that is resumed from its state goes on with the same prompts."""
-    stream, resumed, drawn = Stream(fakes.rows(n), seed), Stream(fakes.rows(n), seed), []
+    stream, states, steps = Stream(fakes.rows(n), seed), [], []
     for _ in range(3 * -(-n // batch)):
-        drawn.append((stream.state_dict(), stream.next(batch)))
-    prompts = sum((step for _, step in drawn), [])
+        states.append(stream.state_dict())
+        steps.append(stream.next(batch))
+    prompts = sum(steps, [])
     assert [prompt.position for prompt in prompts] == [*range(3 * n)] and stream.epoch == 3
     for start in 0, n, 2 * n:
         assert {prompt.row.index for prompt in prompts[start:start + n]} == {*range(n)}
-    assert {len(step) for _, step in drawn} <= {batch, n % batch or batch}
-    drawn = drawn[stop % len(drawn):]
-    resumed.load_state_dict(drawn[0][0])
-    assert all(resumed.next(batch) == step for _, step in drawn)
+    assert {len(step) for step in steps} <= {batch, n % batch or batch}
+    resumed, place = Stream(fakes.rows(n), seed), stop % len(steps)
+    resumed.load_state_dict(states[place])
+    assert all(resumed.next(batch) == step for step in steps[place:])
 
 
 def test_epochs_and_seeds_have_their_own_order_and_it_is_this_one():
