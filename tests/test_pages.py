@@ -33,6 +33,7 @@ TEXT = {name: (ROOT / name).read_text() for name in FILES if re.fullmatch(
     name)}
 FIRST = ["README.md", *(f"docs/use/{name}.md" for name in ("start", "recipes", "troubleshooting")),
          *(name for name in TEXT if name.startswith(("parts/", "variants/")))]
+TESTS = "".join((ROOT / name).read_text() for name in FILES if "/test_" in name)
 OF_PARTS = [importlib.import_module(name.removesuffix(".py").replace("/", ".")) for name in FILES
             if re.fullmatch(r"parts/\w+/\w+\.py", name)
             and "class Args(" in (ROOT / name).read_text()]
@@ -97,6 +98,7 @@ def test_every_link_leads_to_a_file_and_a_heading_or_to_the_code_that_it_shows()
 def test_flags_and_files_that_a_page_names_are_there(page):
     named = {*re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z_-]*)", TEXT[page])}
     assert not named - FLAGS - OTHERS
+    assert all(f"def {name}(" in TESTS for name in re.findall(r"`(test_\w+)`", TEXT[page]))
     theirs = {"mine.py", "my_grpo.py", "my_rewards.py", "FILE.py", "free.py", "near.py", "MINE.py",
               *re.findall(r"cat > (\w+\.py)", "".join(TEXT.values()))}
     for code in re.findall(r"`([^`\n]+)`", bare(TEXT[page]).partition("## I come from")[0]):

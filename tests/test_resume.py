@@ -190,16 +190,17 @@ def test_one_rank_that_fails_in_any_phase_ends_all(start, tmp_path, fault, words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, stuck", [("rollout", 0), ("forward", 1)])
-def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
-    """The others wait in our own barrier, or inside FSDP's collectives."""
+@pytest.mark.parametrize("place, stuck, said", [
+    ("rollout", 0, "waiting for send/recv from rank 0"),
+    ("reward", 1, "Ranks 1 failed to pass"), ("forward", 1, "Timed out waiting")])
+def test_a_stuck_rank_ends_all_after_timeout(start, place, stuck, said):
+    """Between two passes it is named. Inside FSDP's collectives gloo says only that it waited."""
     attempt = start("--steps", "9", "--timeout", "20", FAULTS=f"{place}:{stuck}:2:hang")
     attempt.printed("step 2/9")
     began = time.monotonic()
     status, text = attempt.end()
     assert status == 1 and time.monotonic() - began < LONG
-    assert re.search(rf"for rank {stuck}\b|[Rr]anks? {stuck} failed to pass|"
-                     rf"waiting for send/recv from rank {stuck}", text[-5000:]), text
+    assert said in text[-5000:], text
 
 
 @pytest.mark.slow

@@ -349,6 +349,8 @@ COUNTED = r"""
 [{"prompt": ""}, {"prompt": "q"}] | {"prompt_template": "solve: {question}"} | 1 of 2 prompts kept
 [{"text": ""}, {"text": "q"}] | {"prompt_template": "{text}"} | 1 of 2 prompts kept
 [{"prompt": "aaaaa"}, {"prompt": "aaaaaaa"}] | {"limit": 13} | 1 of 2 prompts kept
+[{"prompt": [{"role": "system", "content": "s"}]}, {"prompt": "q"}] | {"tokenizer": "hears users"}
+     | 1 of 2 prompts kept
 [{"prompt": "aaaaa"}, {"prompt": "aaaaaaa"}] | {"limit": 12} | no prompt is left; the shortest has
      more than 12 tokens: --max_prompt_tokens 13 keeps it, 15 keeps all.
 [{"prompt": " "}] | {} | all 1 prompts are empty
