@@ -186,9 +186,9 @@ def test_a_rank_that_fails_ends_all_and_torchrun_starts_them_again(tmp_path):
     lines = (done.stdout + done.stderr).splitlines()
     began = [line for line in lines if line.startswith("began ")]
     assert len(began) == 3 and len({*began}) == 1, began
-    said = [line for line in lines if line.startswith(("error: ", "[rank "))]
-    # On a busy machine another rank may say that rank 2 is gone, before torchrun ends it.
-    assert [*dict.fromkeys(said)][:2] == ["error: a sentence", "[rank 2] failed:"], said
+    # On a busy machine another rank may say that one is gone, before torchrun ends it.
+    said = [line for line in lines if line in ("error: a sentence", "ValueError: a bug")]
+    assert [*dict.fromkeys(said)] == ["error: a sentence", "ValueError: a bug"], done.stderr
     assert {"-9", "2", "1"} <= {*re.findall(r"exitcode: (-?\d+)", done.stderr)}, done.stderr
 
 

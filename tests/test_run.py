@@ -32,7 +32,6 @@ from fakes import SCRIPTS
 from faults import ROOT
 from log import is_evaluation, read
 from rollout import Request, hash_seed
-from tools import score
 
 P, G, ROWS, STEPS, SEED = 4, 3, 10, 13, 7
 
@@ -286,19 +285,6 @@ def test_weights_and_biases_gets_every_row_and_its_failure_costs_a_line(made):
     answers = made.script == "grpo"
     assert called(made, "wandb.log") == (sent if answers else sent[:1])
     assert (made.text.count(away), len(called(made, "wandb.finish"))) == (1 - answers, answers)
-
-
-def test_a_reward_can_be_tried_on_the_completions_of_the_run(made, monkeypatch, capsys):
-    """tools/score.py prints the numbers of samples/, of the run's reward and of the tried one."""
-    monkeypatch.setattr("sys.argv", ["", str(made.folder), f"{made.place}/mine.py:near"])
-    score.main()
-    shown = re.sub(" +", " ", capsys.readouterr().out)
-    rows = [row for name, some in made.samples.items() if "step" in name for row in some]
-    totals, groups = [row["reward"] for row in rows], len(rows) // G
-    assert shown.startswith(f"{len(rows)} completions in {groups} groups\n")
-    assert (f"the run's reward mean {mean(totals):.3f} groups that differ "
-            f"{len(kept_of(rows)) / groups:.1%} unscored {totals.count(None)}\n") in shown
-    assert f"near mean {mean(row['rewards']['near'] for row in rows):.3f} " in shown
 
 
 # ---- what a run is called, when it saves, how it is graded
