@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,17 +318,25 @@ def reading(spec: str, function, *args) -> list[dict]:
 
 def rows_of_function(spec: str, seed: int) -> list[dict]:
     """Returns the rows that the function of FILE.py:NAME returns or yields. It is called once on
-    each rank, with the seed. SettingsError: there is no such function, it fails, or its result is
-    not rows."""
+    each rank, with the seed. SettingsError: there is no such function, it fails (with the line of
+    the file), or its result is not rows."""
     path, _, name = spec.rpartition(":")
-    found = [it for it in (Path(path), ROOT / path) if it.is_file()]
+    found = [it.resolve() for it in (Path(path), ROOT / path) if it.is_file()]
     if not found:
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
     with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
-        function = vars(load_file(found[0].resolve())).get(name)
-        if function is None:
-            raise ValueError(f"{path} has no {name}")
-        rows = list(function(seed))
+        try:
+            function = vars(load_file(found[0])).get(name)
+            if function is None:
+                raise ValueError(f"{path} has no {name}")
+            rows = list(function(seed))
+        except Exception as error:  # the file may raise anything
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+                     if frame.filename == str(found[0])]
+            if not lines:
+                raise
+            raise SettingsError(f"{spec} raised {type(error).__name__} in line {lines[-1]} of "
+                                f"{path}: {one_line(error)[:300]}") from error
         wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
         if wrong:
             raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")

@@ -16,10 +16,11 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
+import torch
 import tyro
 
 import dist
@@ -145,7 +146,22 @@ def chosen(flag: str, spec: str) -> Chosen:
             f"{', '.join(by_name)}); **others may stand for some of the last ({why}).") from error
     known = {name.lower(): vars(module)[name] for name in ("refuses", "PER", "LEAST")
              if name in vars(module)}
+    if flag == "loss":
+        function = checked_loss(function, spec)
     return Chosen(function, uses_old="old_logprobs" in signature.parameters, **known)
+
+
+def checked_loss(function, spec: str):
+    """Wraps a loss of a file. The wrapped loss raises a SettingsError if it does not return a loss
+    for each token, (n,), and a dict of metrics."""
+    @wraps(function)
+    def checked(logp, *given, **named):
+        match function(logp, *given, **named):
+            case torch.Tensor() as loss, dict() as metrics if loss.shape == logp.shape:
+                return loss, metrics
+        raise SettingsError(f"--loss {spec} must return two things: a loss for each of the "
+                            f"{len(logp)} tokens, a tensor (n,), and a dict of metrics.")
+    return checked
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -423,5 +439,7 @@ def parse_words(kind: type, description: str, words: list[str], **options):
             mistakes.stop()
         lines = said.getvalue().splitlines()  # in a frame, which some terminals have in ASCII
         inside = " ".join(line.strip("│| ") for line in lines if line.startswith(("│", "|")))
-        parts = [part.strip() for part in re.split("─+|-{5,}", inside)]
+        # Of a type with alternatives tyro adds what each of them says of the word.
+        parts = [re.sub(r"\s+Got errors: .*", "", part).strip()
+                 for part in re.split("─+|-{5,}", inside)]
         raise SettingsError("\n  ".join(filter(None, parts)) or said.getvalue().strip()) from None

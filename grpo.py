@@ -157,7 +157,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # A completion whose advantages are all 0 has the loss 0, whatever the parameters of the policy
     # are, so it is in no pass from here on: its `learns` is False. It still counts in the
     # denominators of the weights below. But a KL or entropy term acts on every token in the loss,
-    # and so may a loss of --loss FILE.py:NAME.
+    # and so may a loss of --loss FILE.py:NAME. A term that you add belongs here too.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
     learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool

@@ -137,8 +137,8 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
                             f"of --{pool.flag}:\n{failure}")
     if failure and not pool.warned:
-        log.say(f"a completion has no reward, because of --{pool.flag}; it is counted (printed "
-                f"once):\n{failure}")
+        log.say(f"a completion has no reward, because of --{pool.flag}; rollout/unscored counts "
+                f"such ones (printed once):\n{failure}")
         pool.warned = True
 
 

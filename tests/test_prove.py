@@ -27,6 +27,7 @@ MISTAKES = """
 4 | advantages = batch.per_token(advantages)\
  | advantages = batch.per_token(rewards - rewards[batch.scored].mean())
 4 | loss_tokens[rows], args.aggregation | batch.tokens[rows], args.aggregation
+6 | (w * loss).sum() | (w * (loss + 0.1 * (logp - old).square())).sum()
 5 | meter = Meter(world)\
  | policy.n = getattr(policy, "n", 0) + 1; advantages = advantages / policy.n; meter = Meter(world)
 """.strip().splitlines()
@@ -95,7 +96,7 @@ def test_a_mistake_breaks_its_promise(mistake, tmp_path):
 
 
 @pytest.mark.parametrize("promises, words", [
-    ("012345", "--group 4"), ("134", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
+    ("0123456", "--group 4"), ("134", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
      "--entropy_coef 0.01 --engine_correction truncate --aggregation sequence"),
     ("3", "--loss {}/mine.py:soft --group 2"), ("4", "--advantage {}/mine.py:pass_at_2 --group 4")])
 def test_what_is_shipped_keeps_its_promises(promises, words, tmp_path):
@@ -104,6 +105,17 @@ def test_what_is_shipped_keeps_its_promises(promises, words, tmp_path):
     printed = keeps(promises, words.format(tmp_path))
     assert ("no gradient: does your function need other rewards? From here they are 0 or"
             in printed) == ("pass_at_2" in words)
+
+
+def test_a_loss_that_returns_something_else_is_said_once(tmp_path):
+    """It is the last line, and no promise is judged."""
+    (tmp_path / "mine.py").write_text("def f(logp, *given, **named):\n    return logp.sum(), {}\n")
+    command = [PYTHON, "-m", "tools.prove", "--loss", f"{tmp_path}/mine.py:f"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "limit" not in done.stdout + done.stderr
+    assert re.search("mine.py:f must return two things: a loss for each of the [0-9]+ tokens",
+                     done.stdout), done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: `learn` failed in the first trial")
 
 
 def test_a_draw_over_the_batch_falls_short(tmp_path):
@@ -117,4 +129,4 @@ def test_a_draw_over_the_batch_falls_short(tmp_path):
 @pytest.mark.parametrize("words", RECIPES)
 def test_recipes(words):
     """Each recipe of the page keeps all promises."""
-    keeps("012345", words)
+    keeps("0123456", words)

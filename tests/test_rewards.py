@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+import torch
 
 import fakes
 import flags
@@ -277,8 +278,8 @@ def test_what_lies_beside_a_reward_or_a_loss_is_its_own_and_hides_nothing(own):
     for specs, right in ((["one/mine.py:f", "two/loss.py:g", "gsm8k"], (111, 7, 1)),
                          (["gsm8k", "one/mine.py:f"], (1, 111))):
         assert parts(score(specs, [item("5", "5")])) == [right]
-    loss, _ = flags.chosen("loss", f"{Path.cwd()}/two/loss.py:own").function(1, 2, 3, 4)
-    assert loss == 5 * len(sys.modules["losses"].LOSSES)
+    loss, _ = flags.chosen("loss", f"{Path.cwd()}/two/loss.py:own").function(torch.ones(1), 2, 3, 4)
+    assert loss.item() == 5 * len(sys.modules["losses"].LOSSES)
 
 
 POOLS = """

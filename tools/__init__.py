@@ -1,6 +1,6 @@
 """For finished runs and for forks. Each file runs alone: `python tools/plot.py RUN`.
 
-prove.py: does an edited `learn` keep six promises? float64.py: what prove and the tests compute in.
+prove.py: does an edited `learn` keep seven promises? float64.py: what prove and tests compute in.
 plot.py, samples.py, compare.py: curves, completions, two runs beside each other.
 report.py: a page (parts/report/).
 export.py: a model of any checkpoint.

@@ -36,6 +36,8 @@ def report(title: str, a: dict, b: dict, of: str, least: int) -> str:
         sentence = f"B is better by {low:.3f} to {high:.3f}."
     elif high < 0:
         sentence = f"A is better by {-high:.3f} to {-low:.3f}."
+    if of == "rows":
+        sentence += " That is of these models: those of other seeds may differ otherwise."
     return f"{text}, 95 %: {low:+.3f} to {high:+.3f} ({how} {of})\n  {sentence}"
 
 

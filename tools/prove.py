@@ -1,4 +1,4 @@
-"""tools/prove.py: does `learn` keep six promises, with your settings and in your own file?
+"""tools/prove.py: does `learn` keep seven promises, with your settings and in your own file?
 
     ./run.sh prove --advantage rloo     grpo.py with these flags; --loss mine.py:NAME too
     ./run.sh prove ppo.py --lam 0.9     another script
@@ -29,7 +29,7 @@ import losses
 import model
 import plan
 from batch import Batch, Completion, Micro, Sample
-from errors import command
+from errors import SettingsError, command
 from flags import parse
 from model_files import config_of
 from rewards import Score
@@ -38,6 +38,7 @@ from tools import float64
 
 LIMIT = 1e-12  # as README.md promises
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
+TINY = 1e-300  # it changes no sum but 0
 
 
 # A promise: (pairs of trials that must come to the same, what may break it).
@@ -54,7 +55,10 @@ PROMISES = {
         [("group 0", "others altered")],
         "a mean over all groups, not by losses.whiten or losses.batch_std"),
     "a resumed step: from a checkpoint, on 3 ranks": (
-        [("two steps", "resumed")], "state outside of models and optimizers")}
+        [("two steps", "resumed")], "state outside of models and optimizers"),
+    "skipped: what is in no pass has no gradient": (
+        [("base", "nothing skipped")],
+        "a term that acts where the advantage is 0, and is not in `others_act` of learn")}
 
 
 # ---- samples that are easy to learn from in a wrong way ----
@@ -103,6 +107,7 @@ class Trial:
     alone: range | None = None  # rows with a gradient, none of them packed
     whitens: bool = True  # else no losses.whiten, batch_std and metrics
     resumes: bool = False  # from the checkpoint within the trial of two steps
+    skips: bool = True  # else each completion in the loss is computed, also with advantage 0
 
 
 def shrunk(args):
@@ -141,7 +146,8 @@ def trials(args, binary: bool) -> dict[str, Trial]:
         "group 0": Trial(one, [rows], **of_group),
         "others altered": Trial(one, [others], **of_group),
         "two steps": Trial(args, [rows, later]),
-        "resumed": Trial(args, [later], ranks=3, resumes=True)}
+        "resumed": Trial(args, [later], ranks=3, resumes=True),
+        "nothing skipped": Trial(args, [rows], skips=False)}
 
 
 # ---- one trial, in processes that end with it ----
@@ -196,6 +202,9 @@ def set_conditions(trial: Trial, made: dict) -> None:
             one.module.lm.set_attn_implementation("sdpa")
     if not trial.whitens:
         losses.whiten, losses.batch_std = as_it_is, of_one
+    if not trial.skips:
+        summed = Batch.sum_tokens
+        Batch.sum_tokens = lambda batch, x: summed(batch, x) + TINY  # no sum is 0
 
 
 def as_it_is(values, among):
@@ -231,7 +240,7 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
     for name, one in made.items():
         one.module.reshard()  # after a forward without a backward, the root is whole
         found[f"{name}'s weights"] = flat(one.parameters.values())
-    if trial.whitens:
+    if trial.whitens and trial.skips:  # some metrics are means over what is computed
         found["metrics"] = torch.tensor([*metrics.values()], dtype=torch.float64)
     return found
 
@@ -274,9 +283,13 @@ def judge(pairs, outcomes: dict) -> tuple[float, str]:
     found = []
     for first, second in pairs:
         one, other = outcomes[first], outcomes[second]
+        if not (one and other):
+            return math.inf, f"'{second if one else first}' failed, and its error stands above"
         if not (learns(one) and learns(other)):
             return math.inf, f"no gradient in {first} or in {second}"
         for what, a in one.items():
+            if what == "metrics" and what not in other:
+                continue
             figure = float((a - other.get(what, math.nan)).norm() / (a.norm() or 1.0))
             where = f"the {what} in the trial '{second}'"
             found.append((figure if math.isfinite(figure) else math.inf, where))
@@ -291,6 +304,8 @@ def prove(file, args) -> bool:
         float64.make(folder, VOCAB)
         chosen = trials(args, binary=False)
         outcomes = {"base": run("base", chosen["base"], file, folder)}
+        if not outcomes["base"]:
+            raise SettingsError("`learn` failed in the first trial: the error stands above.")
         if args.needs_reward and not learns(outcomes["base"]):
             print("no gradient: does your function need other rewards? From here they are 0 or 1.")
             chosen, outcomes = trials(args, binary=True), {}

@@ -222,7 +222,7 @@ def test_episodes_are_those_by_hand_on_any_ranks(own):
     for found, said in ranks.results(3, play, f"{own}:reply", cases) + [
             play(World(), f"{own}:reply", cases)]:
         assert found == expected
-        assert len(said) == 1 and "because of --reply; it is counted (printed once)" in said[0]
+        assert len(said) == 1 and "because of --reply; rollout/unscored counts" in said[0]
     two, _ = play(World(), f"{own}:reply", [("'go'", "")] * 4, dict(max_turns=2))
     assert two == [by_hand(i, "'go'", most=2) for i in range(4)]
 
