@@ -493,7 +493,7 @@ def without(): return [{"prompt": "a"}]
 @pytest.mark.parametrize("name, words", [
     ("empty", "must be a function of .* gave none"), ("gone", "must be .* has no gone"),
     ("broken", "raised KeyError in line 6 of .*own.py: 7"),
-    ("texts", "must be .* row 2 is 'b', which is no dict"),
+    ("texts", "must be .*row 2 is 'b', which is no dict"),
     ("without", "must be .* takes 0 positional arguments but 1")])
 def test_a_function_of_a_seed_gives_the_rows_or_a_sentence_names_it(tmp_path, name, words):
     """It returns or yields dicts, in the place of a file; --data FILE.py:NAME."""
