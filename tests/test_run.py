@@ -195,7 +195,10 @@ def test_each_completion_is_a_request_with_its_own_seed_on_the_rank_that_has_it(
             assert [[request["seed"] for request in call] for call in found] == [
                 one[share(len(one), 2 // tp, rank // tp)] for one in seeds]
             same = {"max_tokens": 12, "ignore_eos": True, "top_p": 1.0}
-            assert all(same.items() <= request.items() for call in found for request in call)
+            compared = [call for name, step, call in made.calls[rank]
+                        if step < 0 and name == "vllm/LLM/generate"]
+            assert compared and all(same.items() <= request.items()
+                                    for call in found + compared for request in call)
         options, = called(made, "vllm/LLM/__init__", rank)
         assert options["tensor_parallel_size"] == tp and options["max_model_len"] >= 64 + 12
         assert options["kv_cache_memory_bytes"] == int(0.1 * 2**30)
@@ -244,6 +247,7 @@ def test_it_ends_graded_and_leaves_what_the_pages_list(made):
                   "evaluation after 0 steps: pass@1 ",
                   "reward, first 3 and last 10 of 13 steps: 0.", "the run is in runs/x/"):
         assert text.count(words) == 1, (words, text)
+    assert len(re.findall(r"^    \[(?:unscored|[\d.]+)\] ", text, re.M)) == 3 * STEPS, text
     assert not (reached and re.search("Warning|WARNING|INFO", text)), text
     defined = {name for table in metrics.METRICS.values() for name in table}
     for name in {re.sub("eval/[ab]/", "eval/", name) for row in made.rows for name in row}:
