@@ -85,7 +85,9 @@ def fault(rank: str, when: str, what: str):
 RECORDED = {  # the function: what is written of its arguments
     "vllm/LLM/__init__": lambda self, folder, **options: options,
     "vllm/LLM/generate": lambda self, prompts, params, **options: [
-        {name: getattr(p, name) for name in p.__struct_fields__} for p in params],
+        {name: getattr(p, name) for name in p.__struct_fields__}
+        | {"prompt": len(asked["prompt_token_ids"])}
+        for asked, p in zip(prompts, params, strict=True)],
     "dist/World/same_phase": lambda self, name, count: [name, count],
     "dist/join": lambda timeout: timeout,
     "model/build": lambda kind, folder, world, args, trained=True: [kind.__name__, trained],

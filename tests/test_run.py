@@ -199,6 +199,8 @@ def test_each_completion_is_a_request_with_its_own_seed_on_the_rank_that_has_it(
                         if step < 0 and name == "vllm/LLM/generate"]
             assert compared and all(same.items() <= request.items()
                                     for call in found + compared for request in call)
+            lengths = [request["prompt"] for call in compared for request in call]
+            assert max(lengths) == 64  # --max_prompt_tokens: the longest sequence is compared too
         options, = called(made, "vllm/LLM/__init__", rank)
         assert options["tensor_parallel_size"] == tp and options["max_model_len"] >= 64 + 12
         assert options["kv_cache_memory_bytes"] == int(0.1 * 2**30)
