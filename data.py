@@ -162,8 +162,6 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     if not finished:
         marks.check([messages, options])  # they must contain no control token of the template
     text = messages[0]["content"] if finished else rendered(messages, tokenizer, options)
-    if not text:
-        return None
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; before a plain text the tokenizer puts it.
@@ -193,12 +191,15 @@ UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "i
 
 def rendered(messages: list[dict], tokenizer, options: dict) -> str:
     """Returns the text that the model sees. A chat that ends with the assistant's words is
-    continued. SettingsError: the template refuses the chat, or leaves out a message of another role
-    than user or assistant, as some do with a system message or the answer of a tool."""
+    continued. SettingsError: the template refuses the chat, writes nothing, or leaves out a message
+    of another role than user or assistant, as some do with a system message or the answer of a
+    tool."""
     goes_on = messages[-1]["role"] == "assistant"
     text = in_template(messages, tokenizer, options, add_generation_prompt=not goes_on,
                        continue_final_message=goes_on)
-    for m in messages if text else ():  # a template may write nothing: the prompt is empty
+    if not text:
+        raise SettingsError("the chat template writes nothing for it.")
+    for m in messages:
         said = m["content"].strip()
         as_json = json.dumps(said, ensure_ascii=False)  # Llama's template writes a tool's answer so
         if m["role"] not in ("user", "assistant") and said not in text and as_json not in text:
@@ -236,8 +237,8 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
 def check_all_is_used(messages: list[dict], options: dict, tokenizer):
     """Raises a SettingsError if the chat template ignores an option, or an unusual key or role of a
     message: the text is the same without it (a switch: with its opposite; a role: with another
-    name). Nothing is checked if the template refuses the whole
-    chat, because its own error says more (`rendered`)."""
+    name). Nothing is checked if the template refuses the whole chat, because its own error says
+    more (`rendered`)."""
     def text_of(messages=messages, options=options) -> str | None:
         """Renders these messages with these options. None: the template raises an error."""
         with suppress(SettingsError):

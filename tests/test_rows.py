@@ -350,7 +350,7 @@ COUNTED = r"""
 [{"text": ""}, {"text": "q"}] | {"prompt_template": "{text}"} | 1 of 2 prompts kept
 [{"prompt": "aaaaa"}, {"prompt": "aaaaaaa"}] | {"limit": 13} | 1 of 2 prompts kept
 [{"prompt": [{"role": "system", "content": "s"}]}, {"prompt": "q"}] | {"tokenizer": "hears users"}
-     | 1 of 2 prompts kept
+     | row 1: the chat template writes nothing for it
 [{"prompt": "aaaaa"}, {"prompt": "aaaaaaa"}] | {"limit": 12} | no prompt is left; the shortest has
      more than 12 tokens: --max_prompt_tokens 13 keeps it, 15 keeps all.
 [{"prompt": " "}] | {} | all 1 prompts are empty

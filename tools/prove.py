@@ -195,6 +195,11 @@ def set_conditions(trial: Trial, made: dict) -> None:
             rows = [row for row in rows if row in trial.alone]
         return [Micro(self, part, world.device) for part in ([[row] for row in rows] or [[]])]
 
+    summed = Batch.sum_tokens
+
+    def sum_that_is_never_0(self, x):
+        return summed(self, x) + TINY
+
     if trial.alone is not None:
         Batch.micros = micros
         model.Model.hidden = plain_hidden
@@ -203,8 +208,7 @@ def set_conditions(trial: Trial, made: dict) -> None:
     if not trial.whitens:
         losses.whiten, losses.batch_std = as_it_is, of_one
     if not trial.skips:
-        summed = Batch.sum_tokens
-        Batch.sum_tokens = lambda batch, x: summed(batch, x) + TINY  # no sum is 0
+        Batch.sum_tokens = sum_that_is_never_0
 
 
 def as_it_is(values, among):
