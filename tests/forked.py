@@ -242,5 +242,7 @@ def become(request: dict, files: list[int]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve()
+    elif sys.argv[1:] == ["--help"]:
+        print(__doc__)
     else:
         client()
