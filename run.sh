@@ -27,7 +27,7 @@ cd "$(dirname "$0")"
 # start: 10 seconds more.
 unset PYTHONDONTWRITEBYTECODE
 
-if [ "${1:-}" = test ]; then export CUDA_VISIBLE_DEVICES=; fi
+case "${1:-}" in prove | test) export CUDA_VISIBLE_DEVICES= ;; esac  # they compute on the CPU
 listed=$(nvidia-smi -L 2>/dev/null | grep -E '^ *(GPU|MIG)' || true)
 
 visible_gpus() {  # how many of those that are listed CUDA_VISIBLE_DEVICES leaves, as CUDA reads it
@@ -66,7 +66,7 @@ setup() {
   if [ "$listed" ] && [ "$gpus" = 0 ]; then
     case $CUDA_VISIBLE_DEVICES in
       "" | -1) ;;
-      *) echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES, which leaves none of the GPUs" \
+      *) echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES, which leaves no GPU of those" \
            "that nvidia-smi -L lists. Would work: their numbers, or nothing, for the CPU." >&2
          exit 2 ;;
     esac

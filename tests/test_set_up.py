@@ -70,10 +70,11 @@ def test_run_sh_counts_the_gpus_that_are_visible(tmp_path, monkeypatch):
     (SMI, "", "", "", "running on the CPU, from .venv-cpu\nvenv-cpu nproc 2"),
     (SMI, "-1", "", "", "running on the CPU, from .venv-cpu\nvenv-cpu nproc 2"),
     (SMI, "0,1", "", "test", "running on the CPU, from .venv-cpu\nvenv-cpu"),
-    (SMI, None, ".ready-x-gpu", "prove", "venv\n"),
+    (SMI, None, ".ready-x-gpu", "prove", "running on the CPU, from .venv-cpu\nvenv-cpu"),
+    (SMI, "2", ".ready-x-gpu", "kk", "venv nproc 1"),
     ([], None, "", "test", "venv\n"), ([], "0", "", "", "venv nproc 2"),
     ([], None, ".ready-x-gpu", "", "running on the CPU, from .venv-cpu\nvenv-cpu nproc 2"),
-    (SMI, "7", "", "", "error: CUDA_VISIBLE_DEVICES is 7, which leaves none of the GPUs")])
+    (SMI, "7", "", "", "error: CUDA_VISIBLE_DEVICES is 7, which leaves no GPU of those")])
 def test_run_sh_takes_the_environment_of_the_gpus_that_are_visible(
         tmp_path, listed, visible, there, line, says):
     """With GPUs, what runs on the CPU has an environment of its own; without, there is one. Here
