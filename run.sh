@@ -7,8 +7,8 @@
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
 # ./run.sh test [ARGS]    ruff, the tests (on the CPU, also where there is a GPU), the sizes. ARGS
 #                         go to pytest: -m slow for the slow tests
-# ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB of disk,
-#                         or 9 GB for a GPU
+# ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB of disk;
+#                         for a GPU 9 GB, a driver of version 580 or newer, and a C compiler
 # ./run.sh help           these lines
 # Jobs of parts, parts/*/jobs/JOB.sh:
 #

@@ -94,11 +94,15 @@ def test_run_sh_takes_the_environment_of_the_gpus_that_are_visible(
 
 @pytest.mark.parametrize("compiler, status", [("false", 2), (None, 1)])
 def test_a_gpu_needs_a_compiler_and_pythons_headers(tmp_path, compiler, status):
-    """Set-up says so before it downloads 4 GB. Here pip finds nothing to install."""
+    """Set-up says so before it downloads 4 GB. Here pip finds nothing to install. The environment
+    of a machine that had no GPU is made anew, since pip would keep its CPU build of torch."""
     for name in "run.sh", "requirements.txt":
         shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/lib").mkdir(parents=True)
+    (tmp_path / ".venv/.ready-x-cpu").touch()
     put(tmp_path / "nvidia-smi", f"echo '{SMI[0]}'")
     done = shell(tmp_path, "bash run.sh setup", CUDA_VISIBLE_DEVICES=None, CC=compiler,
                  PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), PIP_CONFIG_FILE=os.devnull)
     assert done.returncode == status, done.stderr
     assert ("error: a GPU needs a C compiler" in done.stderr) == (status == 2), done.stderr
+    assert not (tmp_path / ".venv/.ready-x-cpu").exists()
