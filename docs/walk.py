@@ -313,6 +313,7 @@ class Walk:
 def start_scripts(walk: Walk, folder: Path):
     """Starts each file that has a `__main__` by its path, from another folder, with --help. It must
     end well, say something, and leave no file behind."""
+    environment = Path(sys.prefix).name  # .venv, or .venv-cpu beside a GPU's
     named = subprocess.run(["git", "grep", "-l", '__name__ == "__main__"', "*.py"], cwd=folder,
                            capture_output=True, text=True, check=True).stdout.split()
     scripts = [folder / name for name in named]
@@ -320,7 +321,7 @@ def start_scripts(walk: Walk, folder: Path):
     def start(path: Path):
         with tempfile.TemporaryDirectory() as elsewhere:
             began = time.monotonic()
-            done = subprocess.run([folder / ".venv/bin/python", path, "--help"], cwd=elsewhere,
+            done = subprocess.run([folder / environment / "bin/python", path, "--help"], cwd=elsewhere,
                                   stdin=subprocess.DEVNULL, capture_output=True, text=True,
                                   timeout=600, env=walk.terminal.env)
             left = [*Path(elsewhere).iterdir()]

@@ -13,13 +13,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from tyro._docstrings import _ClassTokenization
 
+from forked import PYTHON
+
 torch.set_num_threads(1)  # the workers share the cores, and threads that wait for others spin
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a machine has GPUs
-os.environ["PYTHON_EXEC"] = str(Path(__file__).parent / "python")  # torchrun's ranks: forked.py
+os.environ["PYTHON_EXEC"] = PYTHON  # torchrun's ranks
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 os.environ.pop("STARTED_AS", None)  # ./run.sh test's own: a run would print it as its command
 
@@ -39,8 +41,8 @@ PROMISES = {
     "Each formula is the paper's": "losses",
     "The engine is the policy": "engine model",
     "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards numbers",
-    "Each row and template is read as transformers reads it, or refused": "rows ends",
-    "A run does what its flags say, and shows what it did": "run compare tiny nano",
+    "Each row and template is read as transformers reads it, or refused": "rows ends dates",
+    "A run does what its flags say, and shows what it did": "run set_up compare tiny nano",
     "No rank decides alone, and a rank that fails ends all": "dist",
     "The pages are true (./run.sh walk types what they say)": "pages walk exercises bench_gpu host",
     "The code is written to be read, in layers": "style"}
