@@ -189,9 +189,11 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
             for p in module.parameters():
                 p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
             lm.base_model._init_weights(module)
-        # FSDP casts parameters and no buffers. Those that are in no file keep their dtype.
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            setattr(module, name, getattr(module, name).to(compute))
+        # FSDP neither casts buffers nor moves them from the host, where offloaded parameters stay.
+        # Those that are in no file keep their dtype.
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            unsaved = name in module._non_persistent_buffers_set
+            setattr(module, name, buffer.to(world.device, None if unsaved else compute))
     root.start(args.seed)  # the parameters that are in no file
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]

@@ -3,23 +3,20 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+import batch
 import dist
 import fakes
-import grpo
 import inputs
-import model
-import ppo
 from errors import SettingsError
-from fakegpu import FakeGpu, on_gpu, pretend
+from fakegpu import learned, on_gpus
 from tools import float64
-from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
+from tools.prove import VOCAB
 from tracked import ROOT
-
-GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("count, environ, devices, said", [
@@ -89,57 +86,55 @@ def test_engine_and_trainer_take_turns_on_a_gpu(monkeypatch):
         assert card.there == {"trainer"}
 
 
-# ---- the trainer
+# ---- the trainer, on tensors without numbers
 
-class Alone(fakes.World):
-    def sum(self, tensor):
-        assert not on_gpu(tensor), "gloo takes tensors of the host"
-        return tensor
-
-    max = sum
-
-
-def on_fake_gpu(kind, wrapper, folder, args):
-    """A model of the run, without FSDP."""
-    lm = model.skeleton(folder, model.compute_dtype(args.model_args, GPU))
-    module = kind(lm, args)
-    module.reshard = lambda: None
-    for layer in lm.model.layers if args.model_args.checkpointing else ():
-        model.checkpoint_layer(layer, preserve_rng_state=False)
-    return wrapper(module, Alone(device=GPU), args)
+HOST, GPU = "cpu", "cuda:0"
+MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0.7, head_chunk=5,
+            minibatches=2)
+LEARNED = [  # the script, the number of ranks, the flags
+    ("grpo", 1, {}), ("grpo", 4, {}), ("grpo", 4, MORE | dict(kl_loss_coef=0.1, entropy_coef=0.1)),
+    ("grpo", 4, dict(cpu_offload=True)), ("grpo", 1, MORE | dict(cpu_offload=True)),
+    ("grpo", 4, dict(offload=("reference",), kl_loss_coef=0.1)),
+    ("grpo", 4, dict(dtype="float32", loss="gspo", minibatches=2, engine_correction="truncate")),
+    ("grpo", 16, dict(shard_size=8)), ("ppo", 4, MORE | dict(kl_reward_coef=0.1)),
+    ("ppo", 4, dict(kl_reward_coef=0.1, cpu_offload=True))]
 
 
-MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0.7, head_chunk=5)
-
-
-@pytest.mark.parametrize("script, flags", [
-    (grpo, MORE | dict(kl_loss_coef=0.1, entropy_coef=0.1, minibatches=2)),
-    (grpo, dict(dtype="float32", loss="gspo", minibatches=2, engine_correction="truncate")),
-    (ppo, MORE)])
-def test_no_device_is_mixed_and_every_gradient_is_there(script, flags, tmp_path, monkeypatch):
-    """In the shipped `learn`. In bfloat16 the kernel of attention gets what it asks for: bfloat16,
-    and int32 offsets on the GPU."""
-    folder = str(tmp_path)
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> list:
+    """What fakegpu.learned finds in each case; or a traceback."""
+    folder = str(tmp_path_factory.mktemp("model"))
     float64.make(folder, VOCAB)
-    args = fakes.args(script, group=2, max_tokens=LONGEST, max_prompt_tokens=PROMPT, **flags)
-    step, kernel, more = model.Trained.step, [], {}
+    return on_gpus(learned, [(size, folder, script, flags) for script, size, flags in LEARNED])
 
-    def look(self, lr):
-        assert all(p.grad.dtype == p.dtype and on_gpu(p.grad) for p in self.parameters.values())
-        return step(self, lr)
 
-    monkeypatch.setattr(model.Trained, "step", look)
-    pretend(monkeypatch)
-    with FakeGpu(kernel):
-        policy, reference = (
-            on_fake_gpu(model.LogprobModel, model.Policy, folder, args) for _ in "12")
-        models = policy
-        if script is ppo:
-            models = policy, on_fake_gpu(model.ValueModel, model.Critic, folder, args)
-            more = dict(critic_lr=1e-3, kl_coef=0.1)
-        script.learn(args, Alone(device=GPU), models, fabricate(args, 0), lr=1e-3,
-                     reference=reference, **more)
-    assert bool(kernel) == ("dtype" not in flags)
-    for q, k, v, ends_q, ends_k, *_ in kernel:
-        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
-        assert all(on_gpu(ends) and ends.dtype == torch.int32 for ends in (ends_q, ends_k))
+@pytest.mark.parametrize("number", range(len(LEARNED)), ids=map(str, LEARNED))
+def test_a_step_mixes_no_devices(number, steps):
+    """`learn` twice, the weights for the engine, and the tensors of a checkpoint are where the
+    flags say. A micro-batch's packing is computed once, not in each layer again."""
+    (_, _, flags), found = LEARNED[number], steps[number]
+    assert isinstance(found, dict), found
+    offloaded, compute = flags.get("cpu_offload"), flags.get("dtype", "bfloat16")
+    place = HOST if offloaded else GPU
+    for what in "gradients", "parameters", "saved":
+        assert found[what] == {(place, "float32")}, what
+    assert found["reference"] <= {(HOST if offloaded or "offload" in flags else GPU, compute)}
+    assert found["buffers"] == {(GPU, "float32")}  # also where parameters are on the host
+    assert found["engine"] == {(GPU, "bfloat16")}
+    assert found["moments"] == 2
+    if compute == "bfloat16":  # the kernel of attention gets what it asks for
+        assert found["heads"] == {(GPU, "bfloat16")} and found["ends"] == {(GPU, "int32")}
+    assert 0 < found["packings"] == found["micros"]
+
+
+def test_a_tensor_that_stays_on_the_host_is_seen(tmp_path):
+    """Advantages, in the loss."""
+    float64.make(str(tmp_path), VOCAB)
+    found, = on_gpus(learned_badly, [(4, str(tmp_path), "grpo", {})])
+    assert isinstance(found, str) and "FakeTensorDeviceMismatch" in found
+
+
+def learned_badly(world, kernel, *args):
+    """fakegpu.learned, with Micro.take as it would be without `to_device`."""
+    with mock.patch.object(batch.Micro, "take", lambda micro, x: x[micro.places]):
+        return learned(world, kernel, *args)
