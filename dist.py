@@ -171,6 +171,12 @@ def peak_memory(device: torch.device) -> int:
     return peak
 
 
+def card_bytes() -> int | None:
+    """Returns the bytes of this rank's GPU, or None if it has none. It makes no CUDA context."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
+
+
 def gpu_mistakes(ranks: int) -> list[str]:
     """Returns sentences that explain why the GPUs of this machine cannot serve its ranks. The list
     is empty if they can, or if the machine has no GPU. ranks: the number of ranks on this machine.

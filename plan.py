@@ -390,14 +390,16 @@ class Memory:
         completions at once."""
         tp, shape = self.args.engine_args.tp, self.shape
         logits = 3 * 4 * seqs * shape.vocab  # three copies in float32
-        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits
+        # On a GPU vLLM's sampler has tables for each of them: a count and two bits for each token.
+        tables = 4.25 * seqs * shape.vocab if self.card else 0
+        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits + tables
 
     def engine(self) -> tuple[float, float]:
         """Returns the bytes of the engine: (while it samples, while it sleeps and the trainer
         learns). It sets `cache`, the bytes of its key-value cache, and `holds`, the number of
         longest sequences that fit into it."""
         e, shape, card = self.args.engine_args, self.shape, self.card
-        tokens, seqs = engine_limits(e, card)
+        tokens, seqs = engine_limits(e, card, self.plan.longest)
         graphs = GRAPHS if card and not e.eager else 0.0
         fixed = self.engine_weights() + graphs + self.engine_work(tokens, seqs)
         block_tokens = 16 if card else 128

@@ -16,10 +16,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as td
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import batch
 import checkpoint
@@ -28,7 +34,7 @@ import model
 import ranks
 from tools.prove import LONGEST, PROMPT, fabricate
 
-aten = torch.ops.aten
+aten, GPU = torch.ops.aten, "cuda:0"
 
 
 @cache
@@ -47,28 +53,55 @@ def on_device(x) -> bool:
 
 
 class FakeGpu(TorchDispatchMode):
-    """In it, tensors of the host are real, and what is read from the device is full of ones.
-    kernel: a list that gets the arguments of each call of the kernel of attention."""
+    """In it, tensors of the host are real, and of those on the device integers have values, which
+    shapes may depend on. Other numbers that are read from the device are 1.
+
+    kernel: a list that gets the arguments of each call of the kernel of attention.
+    """
 
     def __init__(self, kernel: list):
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.values = kernel, WeakTensorKeyDictionary()  # tensor of the device → host
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not any(map(on_device, tree_leaves((args, kwargs)))):
+        given = args, kwargs or {}
+        leaves = tree_leaves(given)
+        if not any(map(on_device, leaves)):
             with unset_fake_temporarily():
-                return function(*args, **kwargs)
-        if function is aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        if function is aten._to_copy.default and str(kwargs.get("device")) == "cpu":
+                return function(*given[0], **given[1])
+        reads = function is aten._local_scalar_dense.default or (
+            function is aten._to_copy.default and str(given[1].get("device")) == "cpu") or (
+            function is aten.copy_.default and not on_device(args[0]))
+        if reads:  # from the device
             with unset_fake_temporarily():
-                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if function is aten.copy_.default and not on_device(args[0]):
-            return args[0].fill_(1)
+                return function(*map(self.host, args), **given[1])
         if "varlen_attn" in str(function) and "backward" not in str(function):
             self.kernel.append(args)
-        return function(*args, **kwargs)
+        integers = all(not isinstance(x, torch.Tensor) or not x.is_floating_point() and (
+            x in self.values or not on_device(x)) for x in leaves)
+        try:
+            found = function(*given[0], **given[1])
+        except DynamicOutputShapeException:
+            found = None
+        return found if found is not None and not integers else self.valued(found, function, given)
+
+    def host(self, x):
+        """What stands on the host in the place of x."""
+        if isinstance(x, FakeTensor):
+            return self.values.get(x, torch.ones(x.shape, dtype=x.dtype))
+        return torch.device("cpu") if on_device(x) else x
+
+    def valued(self, found, function, given):
+        """found = function(*args, **kwargs) with its values; None: its shape depends on them."""
+        with unset_fake_temporarily():
+            args, kwargs = tree_map(self.host, given)
+            real = function(*args, **kwargs)
+        if found is None:
+            found = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device=GPU), real)
+        for x, value in zip(tree_leaves(found), tree_leaves(real), strict=True):
+            if isinstance(x, FakeTensor) and not x.is_floating_point():
+                self.values[x] = value
+        return found
 
 
 class World(fakes.World):
@@ -110,7 +143,7 @@ def as_rank(world, library: str, function, calls: list) -> list:
         kernel: list = []
         try:
             with pretended(), FakeTensorMode(allow_non_fake_inputs=True), FakeGpu(kernel):
-                found.append(function(World(0, size, "cuda:0"), kernel, *args))
+                found.append(function(World(0, size, GPU), kernel, *args))
         except Exception:
             found.append(traceback.format_exc())
         td.destroy_process_group()

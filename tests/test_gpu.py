@@ -7,13 +7,19 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.config import SchedulerConfig
+from vllm.engine import arg_utils
+from vllm.usage.usage_lib import UsageContext
 
 import batch
 import dist
 import fakes
 import inputs
+import plan
 from errors import SettingsError
-from fakegpu import learned, on_gpus
+from fakegpu import GPU, learned, on_gpus
+from plan import GIB
+from shapes import shape_of
 from tools import float64
 from tools.prove import VOCAB
 from tracked import ROOT
@@ -86,9 +92,58 @@ def test_engine_and_trainer_take_turns_on_a_gpu(monkeypatch):
         assert card.there == {"trainer"}
 
 
+def test_an_engine_that_sleeps_is_not_shut_down():
+    """It would print "CUDA Error: invalid argument" for each piece of memory that it gave back."""
+    engine, asked = fakes.engine_of(), []
+    engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(
+        shutdown=lambda: asked.append("shutdown"))))
+    for engine.asleep in True, False:
+        engine.close()
+    assert asked == ["shutdown"]
+
+
+CARDS = [(24, "L4"), (80, "H100"), (141, "H200"), (180, "B200"), (40, "A100"), (80, "A100")]
+
+
+@pytest.mark.parametrize("gib, name", CARDS)
+def test_plan_and_engine_have_one_size_which_is_vllms(gib, name, monkeypatch):
+    """The engine gets the plan's tokens, sequences and cache. Given explicitly, they are what vLLM
+    would choose itself, except on an A100 of 80 GB: the plan was wrong there by 4."""
+    monkeypatch.setattr(arg_utils, "current_platform", SimpleNamespace(
+        get_device_total_memory=lambda: gib * GIB, get_device_name=lambda: f"NVIDIA {name}",
+        is_tpu=bool, is_cpu=bool))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(total_memory=gib * GIB))
+    for seqs, prompt, new, given in (0, 500, 268, 0.0), (3, 100, 28, 0.0), (4096, 9000, 9000, 9.0):
+        args = fakes.args(max_num_seqs=seqs, max_prompt_tokens=prompt, max_tokens=new,
+                          kv_cache_gb=given, dtype="bfloat16")
+        made = plan.Plan(args, 1, 8, 0)
+        memory = plan.Memory(made, shape_of("Qwen2.5-0.5B"), dist.card_bytes())
+        engine = fakes.engine_of()
+        vars(engine).update(args=args.engine_args, on_gpu=True)
+        options = engine.options(made.longest)
+        theirs = SimpleNamespace(  # an EngineArgs, whose constructor looks for a model
+            max_num_seqs=seqs or None, max_num_batched_tokens=None, enable_chunked_prefill=True,
+            pipeline_parallel_size=1, tensor_parallel_size=1, performance_mode="balanced",
+            get_batch_defaults=arg_utils.EngineArgs.get_batch_defaults)
+        arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args(
+            theirs, UsageContext.LLM_CLASS,
+            SimpleNamespace(max_model_len=made.longest, is_multimodal_model=False),
+            SimpleNamespace(use_batched_dp_moe=False))
+        ours = options["max_num_batched_tokens"], options["max_num_seqs"]
+        vllms = theirs.max_num_batched_tokens, theirs.max_num_seqs
+        assert ours == vllms or (gib, name) == (80, "A100")
+        SchedulerConfig(max_model_len=made.longest, is_encoder_decoder=False, max_num_seqs=ours[1],
+                        max_num_batched_tokens=ours[0])  # it refuses what does not go together
+        assert memory.holds <= ours[1]
+        assert memory.engine_work(*ours) == memory.parts["engine"][0] - memory.engine_weights() - (
+            plan.GRAPHS + memory.cache)
+
+
 # ---- the trainer, on tensors without numbers
 
-HOST, GPU = "cpu", "cuda:0"
+HOST = "cpu"
 MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0.7, head_chunk=5,
             minibatches=2)
 LEARNED = [  # the script, the number of ranks, the flags
