@@ -58,9 +58,8 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
     or fetched. began: see `read_files`. SettingsError: a mistake that `read_files` finds, or on a
     CPU a run that does not fit into memory."""
     found, card = read_files(args, ranks, local_size, began), dist.card_bytes()
-    free = 0.0 if card else free_bytes() / local_size
     planned = extended("memory", args.memory, args, found.shape)(
-        found.plan, found.shape, card, free)
+        found.plan, found.shape, card, free_bytes() / local_size)
     found.plan.memory = planned
     found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.

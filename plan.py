@@ -389,10 +389,10 @@ class Memory:
         """Returns the bytes of a forward pass of the engine. tokens: of prompts in one pass. seqs:
         completions at once."""
         tp, shape = self.args.engine_args.tp, self.shape
-        logits = 3 * 4 * seqs * shape.vocab  # three copies in float32
-        # On a GPU vLLM's sampler has tables for each of them: a count and two bits for each token.
-        tables = 4.25 * seqs * shape.vocab if self.card else 0
-        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits + tables
+        # Of each completion three copies of its logits in float32. On a GPU vLLM's sampler also
+        # keeps a count and two bits for each token of the vocabulary.
+        sampling = seqs * shape.vocab * (12 + 4.25 * bool(self.card))
+        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + sampling
 
     def engine(self) -> tuple[float, float]:
         """Returns the bytes of the engine: (while it samples, while it sleeps and the trainer

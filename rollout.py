@@ -132,12 +132,11 @@ class Engine:
         """Returns those arguments of vLLM.LLM that differ between GPU and CPU. max_len is the
         longest sequence, in tokens."""
         tokens, seqs = engine_limits(self.args, card_bytes(), max_len)
-        limits = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
-        if self.on_gpu:
-            return limits | {"enforce_eager": self.args.eager}
         # With chunked prefill vLLM computes prompts in parts and rewinds their random generators,
-        # which fails on CPU in any call of more than 4,096 prompt tokens.
-        return limits | {"enforce_eager": True, "enable_chunked_prefill": False}
+        # which fails on CPU in any call of more than 4,096 prompt tokens. None: vLLM's default.
+        return {"enforce_eager": self.args.eager or not self.on_gpu,
+                "enable_chunked_prefill": None if self.on_gpu else False,
+                "max_num_batched_tokens": tokens, "max_num_seqs": seqs}
 
     @contextmanager
     def generating(self, policy: Policy):
@@ -285,9 +284,9 @@ class Engine:
     def close(self) -> None:
         """Shuts the engine and the process group down, unless the engine sleeps. It must be the
         last call of a run. All ranks must call it (a collective)."""
-        self.world.barrier()  # without it FSDP's threads may abort
-        # An engine that sleeps is left to the end of the process (dist.run): its shutdown would free
-        # memory that the sleep has freed already, with an error of CUDA for each piece.
+        self.world.end()  # without its barrier FSDP's threads may abort
+        # An engine that sleeps ends with the process (dist.run): its shutdown would free memory
+        # that the sleep has freed already, with an error of CUDA for each piece.
         if self.asleep:
             return
         self.llm.llm_engine.engine_core.shutdown()

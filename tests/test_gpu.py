@@ -15,6 +15,7 @@ import batch
 import dist
 import fakes
 import inputs
+import model
 import plan
 from errors import SettingsError
 from fakegpu import GPU, learned, on_gpus
@@ -114,7 +115,7 @@ def test_plan_and_engine_have_one_size_which_is_vllms(gib, name, monkeypatch):
         is_tpu=bool, is_cpu=bool))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties",
-                        lambda device: SimpleNamespace(total_memory=gib * GIB))
+                        lambda: SimpleNamespace(total_memory=gib * GIB))
     for seqs, prompt, new, given in (0, 500, 268, 0.0), (3, 100, 28, 0.0), (4096, 9000, 9000, 9.0):
         args = fakes.args(max_num_seqs=seqs, max_prompt_tokens=prompt, max_tokens=new,
                           kv_cache_gb=given, dtype="bfloat16")
@@ -139,6 +140,33 @@ def test_plan_and_engine_have_one_size_which_is_vllms(gib, name, monkeypatch):
         assert memory.holds <= ours[1]
         assert memory.engine_work(*ours) == memory.parts["engine"][0] - memory.engine_weights() - (
             plan.GRAPHS + memory.cache)
+
+
+# ---- the head is compiled on a GPU
+
+def test_the_head_has_one_graph_for_each_kind_of_chunk(monkeypatch):
+    """For n = 0, n = 1 and all others, with and without gradient. The targets of a chunk are a view
+    in the middle of a vector: with a graph for each such place torch gives up compiling."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.of_logits, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(model, "compiled", lambda: compiled)
+    weight, ids, found = torch.randn(50, 8), torch.randint(0, 50, (800,)), {}
+    for gpu in False, True:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x, gpu=gpu: gpu))
+        for n, grad in (300, False), (500, True), (257, True), (400, True), (1, True), (0, True), (
+                385, False), (0, False), (1, False), (17, False), (130, True):
+            hidden = torch.linspace(-1, 1, 8 * n).view(n, 8).requires_grad_()
+            with torch.set_grad_enabled(grad):
+                logp, entropy = model.token_logprobs(
+                    hidden, lambda x: x @ weight.T, ids[:n], 0.7, 128, entropy=True)
+                if grad:
+                    (logp + entropy).sum().backward()
+            found.setdefault((n, grad), []).append((logp, entropy, hidden.grad))
+    for one, other in found.values():
+        assert all(a is b or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    graphs = torch._dynamo.eval_frame._debug_get_cache_entry_list(model.of_logits)
+    assert len(graphs) == 6
 
 
 # ---- the trainer, on tensors without numbers
