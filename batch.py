@@ -120,12 +120,17 @@ class Segment(NamedTuple):
     prefix: int  # the number of its tokens
 
 
-@dataclass
 class Packed:
-    """The segments of a packed input of S tokens. They determine which tokens attend to which."""
-    segments: list[Segment]
-    tokens: int  # S
-    device: torch.device
+    """The segments of a packed input of S tokens. They determine which tokens attend to which.
+
+    `blocks` and `varlen` are computed once for a micro-batch, by its first layer. This is no
+    dataclass: FSDP rebuilds every dataclass among the inputs of a module before the module runs, so
+    each layer would compute them again.
+    """
+
+    def __init__(self, segments: list[Segment], tokens: int, device: torch.device):
+        """tokens: S."""
+        self.segments, self.tokens, self.device = segments, tokens, device
 
     @cached_property
     def blocks(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int]], torch.Tensor]:

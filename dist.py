@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -83,6 +84,7 @@ class World:
     again: str = ""  # the command that resumes this run
     step: int = -1  # the current step, for messages; -1 before the first one
     joined: ClassVar["World | None"] = None  # the World that `join` made; `run` reads it
+    ring: "Ring | None" = None  # what ends this rank if another one fails; None: it is alone
 
     def mine(self, items: list) -> list:
         """Returns this rank's share of a list that is the same on every rank."""
@@ -131,6 +133,14 @@ class World:
         """Returns once every rank has called it. All ranks must call it (a collective)."""
         td.barrier(group=self.control)
 
+    def end(self):
+        """Is a barrier, and the last collective of a run: a rank that ends before it has failed,
+        and its end ends the others (Ring). All ranks must call it (a collective)."""
+        self.barrier()
+        if self.ring:
+            self.ring.say(False)
+            self.ring.join()
+
     def same_phase(self, phase: str, count: int):
         """Checks that all ranks begin the phase with the same name, step and count. If they do not,
         it raises a RuntimeError on all ranks. Without this check they would wait in different
@@ -169,6 +179,12 @@ def peak_memory(device: torch.device) -> int:
     peak = others + torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+def card_bytes() -> int | None:
+    """Returns the bytes of this rank's GPU, or None if it has none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().total_memory
 
 
 def gpu_mistakes(ranks: int) -> list[str]:
@@ -261,6 +277,8 @@ def join(timeout: float = 600.0) -> World:
     began = store.compare_set("began", "", datetime.datetime.now().isoformat()).decode()
     began = datetime.datetime.fromisoformat(began)
     World.joined = World(rank, size, local_rank, local_size, device, control, began)
+    if size > 1:
+        World.joined.ring = Ring(rank, size)
     return World.joined
 
 
@@ -280,6 +298,39 @@ class Stop:
     def agreed(self) -> bool:
         """Returns whether any rank got SIGTERM. All ranks must call it (a collective)."""
         return self.world.any_rank(self.asked)
+
+
+class Ring(threading.Thread):
+    """Ends this process if another rank fails, on this machine or another.
+
+    A rank may wait for a failed one where no signal and no exception reaches it, such as in NCCL.
+    So in a thread, each rank waits for a word of the rank before it, and passes it on. If that
+    process ends without a word, in whichever way, the system closes their connection.
+    """
+    GRACE = 20  # seconds in which a rank may end by itself, and say more
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(daemon=True)
+        self.before, self.after = (rank - 1) % size, (rank + 1) % size
+        # Longer than any run; gloo counts nanoseconds in 64 bits.
+        self.group = td.new_group(backend="gloo", timeout=datetime.timedelta(9999))
+        self.start()
+
+    def say(self, failed: bool):
+        """Tells the next rank that a rank has failed, or that the run has ended well."""
+        with suppress(RuntimeError):  # the next rank has ended too
+            td.send(torch.tensor([failed]), self.after, self.group)
+
+    def run(self):
+        """Returns when the run has ended well. After a failure it ends this process, status 1."""
+        failed = torch.tensor([True])
+        with suppress(RuntimeError):  # the rank before this one has ended
+            td.recv(failed, self.before, self.group)
+        if failed:
+            self.say(True)
+            time.sleep(self.GRACE)
+            tell("error: another rank has failed, so this one ends", sys.stderr)
+            os._exit(1)
 
 
 def run(main, *args):

@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 import data
 import dist
 import model
@@ -41,7 +39,7 @@ class Inputs:
     plan: Plan
     waits: list[str]  # rewards that are `async def`
     ends: list[int]  # ids that end a completion
-    kv_cache: float = 0.0  # bytes of the engine's cache; 0: the engine chooses
+    kv_cache: float = 0.0  # bytes of the engine's cache
 
 
 def show_plan(args) -> int:
@@ -59,16 +57,11 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
     """Reads all that a run needs, but loads no weights. A model that is not on this machine is made
     or fetched. began: see `read_files`. SettingsError: a mistake that `read_files` finds, or on a
     CPU a run that does not fit into memory."""
-    found, card, free = read_files(args, ranks, local_size, began), None, 0.0
-    if torch.cuda.is_available():  # asking for this makes no CUDA context
-        card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
-    else:
-        free = free_bytes() / local_size
+    found, card = read_files(args, ranks, local_size, began), dist.card_bytes()
     planned = extended("memory", args.memory, args, found.shape)(
-        found.plan, found.shape, card, free)
+        found.plan, found.shape, card, free_bytes() / local_size)
     found.plan.memory = planned
-    if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
-        found.kv_cache = planned.cache
+    found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.
     if found.shape.fused and not card and not planned.fits:
         raise SettingsError(f"this run {planned.sentence()}.")

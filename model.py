@@ -46,7 +46,8 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
         """Computes the same for some of the tokens."""
         logits = head(hidden)
         formula = compiled() if logits.is_cuda else of_logits
-        return formula(logits, targets, temperature, entropy)
+        # A copy: the place of a view in its storage would be part of the compiled graph.
+        return formula(logits, targets.clone(), temperature, entropy)
 
     return in_chunks(some, chunk, hidden, targets)
 
@@ -82,7 +83,8 @@ def of_logits(logits, targets, temperature: float, entropy: bool):
 def compiled():
     """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1,
     because a chunk that is computed again in the backward pass must use the graph of its forward
-    pass: another one may save other tensors."""
+    pass: another one may save other tensors. With 0 and 1, with and without gradient, there are 6
+    graphs; at 9 torch would stop compiling."""
     return torch.compile(of_logits, dynamic=True)
 
 
@@ -189,9 +191,11 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
             for p in module.parameters():
                 p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
             lm.base_model._init_weights(module)
-        # FSDP casts parameters and no buffers. Those that are in no file keep their dtype.
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            setattr(module, name, getattr(module, name).to(compute))
+        # FSDP neither casts buffers nor moves them from the host, where offloaded parameters stay.
+        # Those that are in no file keep their dtype.
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            dtype = None if name in module._non_persistent_buffers_set else compute
+            setattr(module, name, buffer.to(world.device, dtype))
     root.start(args.seed)  # the parameters that are in no file
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]

@@ -389,15 +389,17 @@ class Memory:
         """Returns the bytes of a forward pass of the engine. tokens: of prompts in one pass. seqs:
         completions at once."""
         tp, shape = self.args.engine_args.tp, self.shape
-        logits = 3 * 4 * seqs * shape.vocab  # three copies in float32
-        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + logits
+        # Of each completion three copies of its logits in float32. On a GPU vLLM's sampler also
+        # keeps a count and two bits for each token of the vocabulary.
+        sampling = seqs * shape.vocab * (12 + 4.25 * bool(self.card))
+        return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + sampling
 
     def engine(self) -> tuple[float, float]:
         """Returns the bytes of the engine: (while it samples, while it sleeps and the trainer
         learns). It sets `cache`, the bytes of its key-value cache, and `holds`, the number of
         longest sequences that fit into it."""
         e, shape, card = self.args.engine_args, self.shape, self.card
-        tokens, seqs = engine_limits(e, card)
+        tokens, seqs = engine_limits(e, card, self.plan.longest)
         graphs = GRAPHS if card and not e.eager else 0.0
         fixed = self.engine_weights() + graphs + self.engine_work(tokens, seqs)
         block_tokens = 16 if card else 128

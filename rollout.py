@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from batch import Completion, Sample
 from data import Prompt, Row
-from dist import assert_divisible, share
+from dist import assert_divisible, card_bytes, share
 from model import Policy, Trained
 from settings import Count, Flags, Range
 from texts import reader
@@ -48,7 +48,8 @@ class EngineArgs(Flags):
     """Key-value cache in GiB. 0: on GPU what --gpu_memory_utilization leaves beside the weights; on
     CPU what a step can use, at most 1."""
     max_num_seqs: Annotated[int, Range(0, 4096)] = 0
-    """Completions that one engine generates at once. 0: vLLM's choice for the GPU; 256 on CPU."""
+    """Completions that one engine generates at once. 0: 1,024 on a GPU of 70 GiB and more, else
+    256."""
     sleep_level: Literal[0, 1, 2] = 2
     """What the engine frees on GPU while the trainer works. 2: weights and cache. 1: the same, but
     it keeps the weights on the host. 0: nothing."""
@@ -122,7 +123,7 @@ class Engine:
             generation_config="vllm",  # not the model's own temperature, top_p, …
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            # None: --gpu_memory_utilization decides
+            # The plan's. None: it found no room, and vLLM says how much it needs.
             kv_cache_memory_bytes=int(inputs.kv_cache) or None, **self.options(max_len))
         if self.on_gpu:  # LLM() leaves one thread, with which --cpu_offload's AdamW is slow
             torch.set_num_threads(threads)
@@ -130,14 +131,12 @@ class Engine:
     def options(self, max_len: int) -> dict:
         """Returns those arguments of vLLM.LLM that differ between GPU and CPU. max_len is the
         longest sequence, in tokens."""
-        if self.on_gpu:
-            return {"enforce_eager": self.args.eager,
-                    "max_num_seqs": self.args.max_num_seqs or None}
+        tokens, seqs = engine_limits(self.args, card_bytes(), max_len)
         # With chunked prefill vLLM computes prompts in parts and rewinds their random generators,
-        # which fails on CPU in any call of more than 4,096 prompt tokens.
-        return {"enforce_eager": True, "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(4096, max_len),
-                "max_num_seqs": engine_limits(self.args, None)[1]}
+        # which fails on CPU in any call of more than 4,096 prompt tokens. None: vLLM's default.
+        return {"enforce_eager": self.args.eager or not self.on_gpu,
+                "enable_chunked_prefill": None if self.on_gpu else False,
+                "max_num_batched_tokens": tokens, "max_num_seqs": seqs}
 
     @contextmanager
     def generating(self, policy: Policy):
@@ -283,9 +282,13 @@ class Engine:
         return Completion(ids, logprobs, output.finish_reason == "length")
 
     def close(self) -> None:
-        """Shuts the engine and the process group down. It must be the last call of a run. All ranks
-        must call it (a collective)."""
-        self.world.barrier()  # without it FSDP's threads may abort
+        """Shuts the engine and the process group down, unless the engine sleeps. It must be the
+        last call of a run. All ranks must call it (a collective)."""
+        self.world.end()  # without its barrier FSDP's threads may abort
+        # An engine that sleeps ends with the process (dist.run): its shutdown would free memory
+        # that the sleep has freed already, with an error of CUDA for each piece.
+        if self.asleep:
+            return
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -333,14 +336,19 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
     return places if places.keys() == digests.keys() else {}
 
 
-def engine_limits(args, card) -> tuple[int, int]:
+def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int, int]:
     """Returns (prompt tokens that one pass computes, completions that are generated at once), at
-    most: the defaults of vLLM's get_batch_defaults for a GPU of `card` bytes. card is None on a
-    CPU."""
-    tokens, seqs = 8192, 256
-    if card and card >= 70 * 2**30:  # of an A100 vLLM's defaults are the smaller ones
-        tokens, seqs = 16384, 1024
-    return tokens, args.max_num_seqs or seqs
+    most, for the plan and for the engine. card: bytes of the GPU, None on a CPU. longest: tokens of
+    the longest sequence, which fits into one pass on a CPU.
+
+    These are vLLM's own defaults (get_batch_defaults in engine/arg_utils.py), except on an A100 of
+    80 GB, where vLLM takes the smaller ones.
+    """
+    large = card and card >= 70 * 2**30
+    seqs = args.max_num_seqs or (1024 if large else 256)
+    if not card:
+        return max(4096, longest), seqs
+    return min(16384 if large else 8192, seqs * longest), seqs
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:

@@ -288,4 +288,4 @@ class Run:
         if self.engine:
             self.engine.close()
         else:
-            self.world.barrier()  # no rank ends while others still work
+            self.world.end()  # no rank ends while others still work

@@ -3,9 +3,12 @@ ranks start, fail and end. Batches are cut here too, because that is how ranks s
 import json
 import os
 import re
+import subprocess
+import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -190,6 +193,64 @@ def test_a_rank_that_fails_ends_all_and_torchrun_starts_them_again(tmp_path):
     said = [line for line in lines if line in ("error: a sentence", "ValueError: a bug")]
     assert [*dict.fromkeys(said)] == ["error: a sentence", "ValueError: a bug"], done.stderr
     assert {"-9", "2", "1"} <= {*re.findall(r"exitcode: (-?\d+)", done.stderr)}, done.stderr
+
+
+STUCK = f"""
+import ctypes, os, sys
+sys.path.insert(0, {str(dist.__file__).removesuffix("dist.py")!r})
+import dist
+dist.Ring.GRACE = 2
+def main():
+    world = dist.join(900.0)
+    dist.Stop(world)
+    world.barrier()
+    if world.rank == 1:
+        if sys.argv[1] == "raise":
+            raise ValueError("a bug")
+        os.kill(os.getpid(), int(sys.argv[1]))
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second call waits for ever, in C
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+dist.run(main)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "9"])
+def test_a_rank_that_fails_ends_the_others_also_where_no_signal_reaches_them(how, tmp_path):
+    """On two machines of two ranks, though torchrun would wait for them for an hour. The rank that
+    failed says why before the others say that it did."""
+    (tmp_path / "main.py").write_text(STUCK)
+    agents = [subprocess.Popen(
+        [ranks.PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2",
+         "--local_addr=127.0.0.1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
+         "--shutdown_timeout=3600", "main.py", how], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for port in [ranks.free_port()] * 2]
+    try:
+        said = [agent.communicate(timeout=ranks.LONG / 10)[0] for agent in agents]
+    finally:
+        for agent in filter(lambda agent: agent.poll() is None, agents):  # it waits for ever
+            for process in [*psutil.Process(agent.pid).children(), agent]:
+                process.kill()
+    assert [agent.returncode for agent in agents] == [1, 1], said
+    lines = [line for text in said for line in text.splitlines()]
+    assert lines.count("error: another rank has failed, so this one ends") == 3, said
+    first = [re.search("^ValueError: a bug|^error: ", text, re.M)[0] for text in said]
+    assert how == "9" or "ValueError: a bug" in first, said
+
+
+def patient(world) -> bool:
+    """Rank 0 is busy for a while, and again after the others have ended."""
+    dist.Ring.GRACE = 0.5
+    time.sleep(2.0 * (world.rank == 0))
+    world.end()
+    if world.rank:
+        os._exit(0)
+    time.sleep(2.0)
+    return world.ring.is_alive()
+
+
+def test_a_rank_that_is_busy_or_ends_later_is_not_ended():
+    assert ranks.on_ranks(3, patient) == [("ok", False), *[("killed", "")] * 2]
 
 
 @pytest.mark.parametrize("ending, status, words", [

@@ -261,7 +261,7 @@ def rank(number: int, port: int, trial: Trial, file, folder: str) -> None:
     outcome = attempt(trial, file, world, folder)
     if number == 0:
         torch.save(outcome, f"{folder}/outcome")
-    world.barrier()  # all end together
+    world.end()  # all together
 
 
 def run(name: str, trial: Trial, file, folder: str) -> dict:

@@ -14,6 +14,7 @@ import plan
 import ppo
 import reference
 from examples import tiny
+from fakegpu import GPU, learned, on_gpus
 from fakes import SCRIPTS, World
 from families import ROOT
 from model_files import shape_from
@@ -135,6 +136,22 @@ def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them
         a, b = (made[f"base_model.model.{name.removesuffix('.weight')}.{part}.weight"]
                 for part in ("lora_A", "lora_B"))
         assert torch.allclose(now[name], was[name] + 1.5 * b @ a, rtol=0, atol=1e-6)
+
+
+def test_a_step_mixes_no_devices(tmp_path):
+    """On tensors without numbers (tests/fakegpu.py): adapters in float32 are trained beside a base
+    in bfloat16, which is the reference too."""
+    families.make("Qwen2", str(tmp_path))
+    flags = dict(lora_rank=4, kl_loss_coef=0.1, checkpointing=True)
+    for place, found in zip((GPU, "cpu"), on_gpus(learned, [
+            (4, str(tmp_path), "grpo", flags | more) for more in ({}, dict(cpu_offload=True))]),
+            strict=True):
+        assert isinstance(found, dict), found
+        for what in "gradients", "parameters", "saved":
+            assert found[what] == {(place, "float32")}
+        assert found["reference"] == {(place, "float32"), (place, "bfloat16")}
+        assert found["engine"] == {(GPU, "bfloat16")} and found["buffers"] == {(GPU, "float32")}
+        assert found["moments"] == 2 and found["packings"] == found["micros"]
 
 
 # ---- before a run

@@ -27,7 +27,8 @@ import ranks
 from batch import Batch
 from checkpoint import export_model
 from errors import SettingsError
-from examples import squares
+from examples import squares, tiny
+from fakegpu import GPU, learned, on_gpus
 from families import ROOT
 from flags import parse_words
 from learning import difference
@@ -124,6 +125,23 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
         assert values and len(sharded) == 1 + 2 + 2
     ours, files = (load_file(family / name / "model.safetensors") for name in ("same", "model"))
     assert ours.keys() == files.keys() and all(torch.equal(ours[n], files[n]) for n in files)
+
+
+@pytest.mark.parametrize("flags", [
+    dict(cpu_offload=True), dict(offload=("reference",), kl_loss_coef=0.1)], ids=str)
+def test_a_step_mixes_no_devices(flags, tmp_path):
+    """On tensors without numbers (tests/fakegpu.py). A tower's rotary frequencies are a buffer,
+    which most families leave where it is; without pictures the tower runs too."""
+    folders = [str(tmp_path / kind) for kind in kinds.FAMILIES]
+    for folder, kind in zip(folders, kinds.FAMILIES, strict=True):
+        tokenizer = tiny.make_tokenizer()
+        tokenizer.add_tokens(squares.MARKS + squares.QWENS, special_tokens=True)
+        AutoModelForImageTextToText.from_config(
+            squares.config_of(kind, tokenizer)).save_pretrained(folder)
+    for found in on_gpus(learned, [(4, folder, "grpo", flags) for folder in folders]):
+        assert isinstance(found, dict), found
+        assert found["buffers"] <= {(GPU, "float32"), (GPU, "int64")}
+        assert found["engine"] == {(GPU, "bfloat16")}
 
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family):
