@@ -13,10 +13,15 @@ import json
 import os
 import re
 import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
+from uuid import UUID
 
 import numpy as np
 from tqdm import tqdm
@@ -25,7 +30,7 @@ from errors import SettingsError, as_sentence
 from messages import CHATS, PROMPTS, answer_of, first_of, from_json, messages_of, not_null
 from settings import Count, Flags
 from texts import Marks, marks_of, prompt_ids, templated
-from worker import ROOT, load_file
+from worker import ROOT, find_file, load_file
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 GENERATED_ROWS = 1000  # of tiny and reasoning_gym
@@ -147,6 +152,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     ValueError, SettingsError: it cannot be read, or the chat template has no place for something
     that it holds. name: that of the data. marks: texts that the row's own words must not contain.
     """
+    columns = {column: plain(value, column) for column, value in columns.items()}
     messages = messages_of(columns, args.prompt_template, args.system)
     column, answer = answer_of(columns)
     if not messages:
@@ -171,6 +177,33 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
         prompt_column = "--prompt_template"
     return Row(index, text, ids, answer, columns, source, finished,
                {"prompt": prompt_column, "answer": column if str(answer).strip() else None})
+
+
+BASIC = (bool, str, int, float, bytes)
+DATED = (Decimal, Fraction, UUID, date, time, timedelta)  # str() of each says its whole value
+
+
+def plain(value, column: str):
+    """Returns a stored value as Python's own: of numpy, torch or pandas the number or the list, of
+    a tuple or a set a list, of what is missing None. ValueError: it is of another type, which has
+    no text by which a resume could know it."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
+        return None
+    if hasattr(value, "tolist"):  # of numpy and torch
+        return plain(value.tolist(), column)
+    if isinstance(value, BASIC):  # also a text that is an Enum
+        kind = next(kind for kind in BASIC if isinstance(value, kind))
+        return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, DATED):
+        return value
+    if isinstance(value, Mapping):
+        return {str(plain(key, column)): plain(one, column) for key, one in value.items()}
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=lambda one: (str(type(one)), str(one)))
+    if isinstance(value, Sequence):
+        return [plain(one, column) for one in value]
+    raise ValueError(f"its column {column} holds a {type(value).__name__}. Would work: a text, "
+                     f"number, date, list or dict.")
 
 
 def one_line(error) -> str:
@@ -322,18 +355,18 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
     each rank, with the seed. SettingsError: there is no such function, it fails (with the line of
     the file), or its result is not rows."""
     path, _, name = spec.rpartition(":")
-    found = [it.resolve() for it in (Path(path), ROOT / path) if it.is_file()]
-    if not found:
+    if not (found := find_file(path)):
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
+    found = found.resolve()
     with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
         try:
-            function = vars(load_file(found[0])).get(name)
+            function = vars(load_file(found)).get(name)
             if function is None:
                 raise ValueError(f"{path} has no {name}")
             rows = list(function(seed))
         except Exception as error:  # the file may raise anything
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-                     if frame.filename == str(found[0])]
+                     if frame.filename == str(found)]
             if not lines:
                 raise
             raise SettingsError(f"{spec} raised {type(error).__name__} in line {lines[-1]} of "

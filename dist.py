@@ -30,6 +30,7 @@ from errors import Mistakes, SettingsError, tell
 SAVED = 75  # exit status after SIGTERM if the state is saved: EX_TEMPFAIL of sysexits, "try again"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # for one rank; port 0: any free port
+FOREVER = datetime.timedelta(9999)  # longer than any run; gloo counts nanoseconds in 64 bits
 # A process without copies has these values, or the variables are not set.
 NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
 
@@ -80,6 +81,8 @@ class World:
     local_size: int
     device: torch.device
     control: td.ProcessGroup  # gloo: for tensors and objects on the host
+    patient: td.ProcessGroup | None = None  # gloo, for waits without a limit
+    timeout: float = 600.0  # seconds that a rank waits for another
     began: datetime.datetime | None = None  # when the ranks joined; a restart keeps the first time
     again: str = ""  # the command that resumes this run
     step: int = -1  # the current step, for messages; -1 before the first one
@@ -90,11 +93,13 @@ class World:
         """Returns this rank's share of a list that is the same on every rank."""
         return items[share(len(items), self.size, self.rank)]
 
-    def gather(self, mine: list) -> list:
+    def gather(self, mine: list, more: float = 0.0) -> list:
         """Returns the lists of all ranks, joined in rank order, on every rank. It is the inverse of
-        `mine`. All ranks must call it (a collective).
+        `mine`. RuntimeError: some ranks did not come within --timeout and `more` seconds. All ranks
+        must call it (a collective).
         """
-        td.monitored_barrier(group=self.control)  # its error names the ranks that did not come
+        limit = datetime.timedelta(seconds=self.timeout + more)
+        td.monitored_barrier(self.control, limit)  # its error names the ranks that did not come
         lists: list = [None] * self.size
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
@@ -132,6 +137,11 @@ class World:
     def barrier(self):
         """Returns once every rank has called it. All ranks must call it (a collective)."""
         td.barrier(group=self.control)
+
+    def meet(self):
+        """Is a barrier without a limit of time, after work of one rank alone, such as the export.
+        A rank that fails ends it (Ring). All ranks must call it (a collective)."""
+        td.barrier(group=self.patient)
 
     def end(self):
         """Is a barrier, and the last collective of a run: a rank that ends before it has failed,
@@ -276,7 +286,9 @@ def join(timeout: float = 600.0) -> World:
     control = td.new_group(backend="gloo", timeout=limit)
     began = store.compare_set("began", "", datetime.datetime.now().isoformat()).decode()
     began = datetime.datetime.fromisoformat(began)
-    World.joined = World(rank, size, local_rank, local_size, device, control, began)
+    patient = td.new_group(backend="gloo", timeout=FOREVER)
+    World.joined = World(
+        rank, size, local_rank, local_size, device, control, patient, timeout, began)
     if size > 1:
         World.joined.ring = Ring(rank, size)
     return World.joined
@@ -312,8 +324,7 @@ class Ring(threading.Thread):
     def __init__(self, rank: int, size: int):
         super().__init__(daemon=True)
         self.before, self.after = (rank - 1) % size, (rank + 1) % size
-        # Longer than any run; gloo counts nanoseconds in 64 bits.
-        self.group = td.new_group(backend="gloo", timeout=datetime.timedelta(9999))
+        self.group = td.new_group(backend="gloo", timeout=FOREVER)
         self.start()
 
     def say(self, failed: bool):
@@ -347,11 +358,16 @@ def run(main, *args):
     report.initialize()
     try:
         status = main(*args) or 0
+    except SystemExit as end:
+        status = end.code or 0
+        if isinstance(status, str):
+            tell(status, sys.stderr)
+            status = 1
     except KeyboardInterrupt:
         status = 130
         if os.environ.get("RANK", "0") == "0":
             again = World.joined and World.joined.again
-            tell(f"interrupted. This goes on: {again}" if again else "interrupted", sys.stderr)
+            tell(f"interrupted. This resumes: {again}" if again else "interrupted", sys.stderr)
     except BaseException as error:
         status = error.status if isinstance(error, SettingsError) else 1
         say_why(error, report)

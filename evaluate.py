@@ -60,11 +60,16 @@ def sampled_metrics(run, step: int) -> dict[str, float]:
     """Samples and scores completions of the rows of --eval_data, writes them to samples/eval_STEP,
     and returns the metrics of `evaluation_metrics`. All ranks must call it (a collective).
     """
-    args = run.args.eval_args
+    args, samples = run.args.eval_args, []
     prompts = [Prompt(i, row) for i, row in enumerate(run.inputs.eval_rows)]
+    size = max(1, run.args.batch * run.args.group // args.eval_samples)  # as many as in a step
     with run.log.time("eval"), run.engine.generating(run.policy):
-        samples = run.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
-        score_samples(run, samples, args.eval_samples)
+        for start in range(0, len(prompts), size):
+            run.end_if_asked(step)  # after SIGTERM
+            some = run.engine.sample(prompts[start:start + size], args.eval_samples,
+                                     args.eval_temperature, "eval")
+            score_samples(run, some, args.eval_samples)
+            samples += some
     write_samples(run.log, f"eval_{step:05d}", samples, decode=run.engine.tokenizer.decode)
     return evaluation_metrics(samples, args)
 

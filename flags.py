@@ -31,13 +31,13 @@ from errors import Mistakes, SettingsError
 from evaluate import EvalArgs
 from log import read
 from metrics import show_metrics
-from model import ModelArgs, OptimizerArgs, learning_rate
+from model import ModelArgs, OptimizerArgs
 from part import ask, wrapped
 from plan import Memory, PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
-from settings import Count, Flags, Number, Positive, Range, not_default, values_of
-from worker import ROOT, load_file
+from settings import Count, Flags, Number, Positive, Range, not_default, restored, values_of
+from worker import ROOT, find_file, load_file
 
 # ---- the flags of the loss ----
 
@@ -168,9 +168,8 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
     """Returns the file of FILE.py:NAME, and the name in it. SettingsError: there is no such
     file."""
     file, _, name = spec.rpartition(":")
-    for path in Path(file), ROOT / file:
-        if file.endswith(".py") and path.is_file():
-            return path.resolve(), name
+    if file.endswith(".py") and (path := find_file(file)):
+        return path.resolve(), name
     works = f"{', '.join(NAMES[flag])}, or a function of a file: --{flag} FILE.py:NAME"
     if (ROOT / "variants" / f"{spec}.py").is_file():
         works = f"--{flag} variants/{spec}.py:{spec}"
@@ -218,6 +217,11 @@ class RunArgs(Flags):
     only after SIGTERM."""
     keep: Count = 2
     """Checkpoints to keep, the newest."""
+    keep_best: bool = False
+    """Keep that of the best evaluation too, the earliest of several. The best of many noisy numbers
+    is too good: evaluate it on other rows."""
+    stop_at: Annotated[float, Range(0, 1, above=True)] | None = None
+    """End after an evaluation whose pass@1 is at least this, as after the last step."""
     samples_every: Count = 10
     """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
@@ -242,8 +246,11 @@ class RunArgs(Flags):
                    f"at least 13 (got {plan.args.steps}).")
         if plan.args.eval_args.eval_only and (self.target_reward or self.target_eval):
             yield "--target_reward and --target_eval grade a training, and --eval_only has none."
-        if self.target_eval and not plan.args.eval_data:
-            yield "--target_eval needs --eval_data."
+        for name in "target_eval", "keep_best", "stop_at":
+            if getattr(self, name) and not plan.args.eval_data:
+                yield f"--{name} needs --eval_data."
+        if (self.keep_best or self.stop_at) and not plan.args.reward:
+            yield "--keep_best and --stop_at need --reward: pass@1 is a number of rewards."
 
 
 @dataclass
@@ -311,22 +318,6 @@ class CommonArgs(Flags):
         self.lr = self.lr or factor * lr
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
-
-    def rates(self, step: int) -> dict[str, float]:
-        """Returns {name: value} of what flags that a resume may change give a step, counted from 0:
-        "lr" and "critic_lr", and "the weight of NAME" for each reward. The policy's rate is 0 while
-        it waits for the critic (--critic_warmup_steps)."""
-        def rate(peak: float) -> float:
-            return learning_rate(step, self.steps, peak, self.optimizer_args)
-
-        found = {"lr": rate(self.lr)}
-        if critic := self.critic_args:
-            waits = step < critic.critic_warmup_steps
-            found = {"lr": 0.0 if waits else rate(self.lr), "critic_lr": rate(critic.critic_lr)}
-        for spec in self.reward:
-            name, weight = re.fullmatch(r"(.+?)(?::([-+.\de]+))?", spec).groups()
-            found[f"the weight of {name}"] = float(weight or 1)
-        return found
 
     def find_reference(self, files, weights: bool):
         """Returns `files`, an inputs.ModelFiles, with the files of the reference model. Here the
@@ -408,15 +399,17 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     kept value is not one that the flag takes today."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
-    before = []
+    texts, before = {}, []
     for name, value in kept.items():
         if isinstance(value, bool):
             before.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, str) or isinstance(value, list) and isinstance((*value, "")[0], str):
+            texts[name] = value  # a text may look like a flag: --stop=--
         elif isinstance(value, list):
             before += [f"--{name}", *map(str, value)]
         else:
             before.append(f"--{name}={value}")
-    default = parse_words(kind, description, before)
+    default = restored(parse_words(kind, description, before), texts)
     return parse_words(kind, description, words, default=default)
 
 

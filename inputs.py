@@ -45,7 +45,10 @@ class Inputs:
 def show_plan(args) -> int:
     """Prints the plan of --plan, which needs no torchrun, GPU or weights → the exit status: 1 if
     the run does not fit into memory, else 0."""
-    found = read_files(args, args.plan_args.ranks, weights=False)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    size = args.plan_args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    found = read_files(args, size, weights=False)
     kind = extended("memory", args.memory, args, found.shape)
     planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned

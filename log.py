@@ -136,15 +136,46 @@ BAD_STEPS = 3  # after so many in a row without a finite gradient the run ends
 def choose_folder(args, now: datetime) -> Path:
     """Returns runs/NAME of a run that is new, unfinished, or asked for more steps. It makes no
     folder. Without --name the name is that of the script and the time `now`. SettingsError: a run
-    of this name is finished, or it is there and --no-resume was given."""
+    of this name is finished or being written, or it is there and --no-resume was given."""
     folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
+    if args.eval_args.eval_only:
+        return folder
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
-    done = finished_steps(folder)
-    if done and args.steps <= done:
-        raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
-                            f"another, or more --steps.")
+    done = read(folder / "done.json") if (folder / "done.json").exists() else {}
+    if reached := done.get("stop_at"):
+        if reached >= (args.run_args.stop_at or 0) > 0:
+            raise SettingsError(f"--name {args.name}: {folder} is finished: it reached --stop_at "
+                                f"{reached}; choose another, or a higher --stop_at.")
+    elif args.steps <= done.get("steps", 0):
+        raise SettingsError(f"--name {args.name}: {folder} is finished, with {done['steps']} "
+                            f"steps; choose another, or more --steps.")
+    if (folder / ".lock").exists():
+        with open(folder / ".lock") as file:
+            lock(file, folder)  # until it is closed
     return folder
+
+
+def lock(file, folder: Path) -> str | None:
+    """Locks a run's folder by its file .lock, until the file is closed or the process ends →
+    None, or why the disk has no locks. SettingsError: another run has the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SettingsError(f"another run is writing {folder}; choose another --name.") from None
+    except OSError as error:  # some disks of networks
+        return error.strerror
+
+
+def output_folder(folder: Path, args) -> Path:
+    """Returns where a command writes: the run's folder; with --eval_only of a run that is there, a
+    new one inside, so that nothing of the run changes."""
+    if not (args.eval_args.eval_only and (folder / "args.json").exists()):
+        return folder
+    number = 1
+    while (found := folder / f"eval_only_{number}").exists():
+        number += 1
+    return found
 
 
 def began(folder: Path | None, now: datetime) -> str:
@@ -227,34 +258,31 @@ class Log:
 
     # ---- start and end ----
 
-    def open(self, args: dict, plan_text: str, start: int):
+    def open(self, args: dict, plan_text: str, start: int, again: bool):
         """Makes the run's folder, and locks it until the process ends, so that no other run writes
         there. Rows of metrics.jsonl from after `start` steps are removed, because a resumed run
-        makes these steps again. args and plan_text are written to args.json and plan.txt.
-        SettingsError: another run has the lock."""
+        makes these steps again; those of the evaluation after `start` steps if it is made `again`.
+        args and plan_text are written to args.json and plan.txt. SettingsError: another run has the
+        lock."""
         if not self.writing:
             return
         with writing(self.folder):
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
-        except BlockingIOError:
-            raise SettingsError(
-                f"another run is writing {self.folder}; choose another --name.") from None
+        if why := lock(self.lock, self.folder):
+            self.say(f"the disk of {self.folder} has no locks ({why}): start no second run of this "
+                     f"name")
         path = self.folder / "metrics.jsonl"
         found = read_metrics(path)
         if not start and any(row["step"] for row in found):
             self.move_aside()
-        self.rows = [row for row in found
-                     if row["step"] < start or (row["step"] == start and not is_evaluation(row))]
+            found = []
+        self.rows = [row for row in found if row["step"] < start + (
+            not again or not is_evaluation(row))]
         write_whole(path, as_lines(self.rows))
-        kept = self.folder / "args.json"
-        if not (args.get("eval_only") and kept.exists()):  # an evaluation of a run is not the run
-            write_whole(kept, json.dumps(args, indent=1, default=str))
-            write_whole(self.folder / "plan.txt", plan_text)
-        if not args.get("eval_only"):
-            self.forget(start)
+        write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
+        write_whole(self.folder / "plan.txt", plan_text)
+        self.forget(start, again)
         if self.project:
             self.open_wandb(args)
 
@@ -273,18 +301,27 @@ class Log:
         self.say(f"{self.folder} has steps, and no checkpoint to go on from: all of it is now in "
                  f"{old}/")
 
-    def forget(self, start: int):
-        """Removes done.json, and the samples of steps after `start`, which are made again."""
+    def forget(self, start: int, again: bool):
+        """Removes done.json, and the samples of what is made again: of steps after `start`, and of
+        evaluations after more than `start` steps, or if `again` after as many."""
         (self.folder / "done.json").unlink(missing_ok=True)
         for path in (self.folder / "samples").glob("*_*.jsonl"):
             kind, step = path.stem.split("_", 1)
-            if step.isdigit() and int(step) >= start + (kind == "step"):
+            if step.isdigit() and int(step) >= start + (kind == "step" or not again):
                 path.unlink()
 
-    def finish(self, steps: int):
-        """Writes done.json: from now on the same command has nothing left to do."""
+    def finish(self, steps: int, stop_at: float | None = None):
+        """Writes done.json: from now on the same command has nothing left to do. stop_at: the
+        --stop_at that an evaluation has reached."""
         if self.writing:
-            write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
+            done = {"steps": steps} | ({"stop_at": stop_at} if stop_at else {})
+            write_whole(self.folder / "done.json", json.dumps(done))
+
+    def best(self) -> int | None:
+        """Returns after how many steps the best evaluation was made, the earliest of several, on
+        rank 0. None: there was none."""
+        found = [row for row in self.rows if "eval/pass@1" in row]
+        return max(found, key=lambda row: row["eval/pass@1"])["step"] if found else None
 
     # ---- Weights & Biases ----
 
@@ -364,6 +401,8 @@ class Log:
         """Returns the line of a step: the metrics of LINE, a remark if the gradient is zero, and
         the time left, by the median of the last 20 steps."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
+        if (share := row.get("rollout/truncated_frac", 0)) > 0.5:
+            shown.append(f"cut {100 * share:.0f} %")
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             equal = row.get("batch/groups_equal") == 1
             shown.append("nothing to learn from" + (

@@ -37,8 +37,8 @@ class PlanArgs(Flags):
     """Print the plan for these settings and exit."""
     metrics: bool = False
     """Print what each metric of a run is and exit."""
-    ranks: Count = 1
-    """Ranks to plan for."""
+    ranks: Count | None = None
+    """Ranks to plan for. Not given: those that torchrun started, or 1."""
     gpu_gb: Positive = 80.0
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
     strict: bool = False
@@ -46,7 +46,7 @@ class PlanArgs(Flags):
 
     def rules(self, plan):
         """Yields a sentence for each rule that is broken (settings.Flags)."""
-        if not self.plan and (self.ranks, self.gpu_gb) != (1, 80.0):
+        if not self.plan and (self.ranks, self.gpu_gb) != (None, 80.0):
             yield "--ranks and --gpu_gb need --plan."
         for prompts in plan.batches if self.strict else ():
             batch = "--batch" if prompts == plan.args.batch else "a batch of these rows"

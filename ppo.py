@@ -89,8 +89,8 @@ def train(args: Args) -> int:
     run = set_up(args)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
-        if step in run.evaluations:
-            run.evaluate(step)
+        if step in run.evaluations and run.evaluate(step):  # it reaches --stop_at
+            break
 
         with run.log.time("step"):
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
@@ -118,11 +118,7 @@ def train(args: Args) -> int:
         run.log.step(step + 1, metrics)
         run.record(step, samples)  # in samples/
         run.log.watch(metrics)  # gradients that are not finite
-        stopping = run.stop.agreed()  # SIGTERM, on any rank
-        if stopping or step + 1 in run.saves:
-            run.save(step + 1)
-        if stopping:
-            return run.stopped(step + 1)
+        run.after_step(step + 1)  # a checkpoint; after SIGTERM the end
     return run.finish()  # the last evaluation, the export, the grade
 
 

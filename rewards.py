@@ -32,9 +32,8 @@ from errors import SettingsError, as_sentence
 from part import asked
 from settings import Flags, Range, changed
 from verifiers import REWARDS, answers_of
-from worker import Item, Part
+from worker import ROOT, Item, Part, find_file
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # the timeout of a worker's start
 MEMORY_GB = 4  # the memory limit of a worker
 FAILED_CALLS = 8  # calls without any score, of whole batches in a row, after which the run ends
@@ -102,7 +101,8 @@ def score_samples(run, samples: list, group: int) -> None:
         run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
-        scored = run.world.gather(list(zip(texts, scores, strict=True)))
+        more = run.scorer.seconds([items])  # rewards have limits of time of their own
+        scored = run.world.gather(list(zip(texts, scores, strict=True)), more)
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
     report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
@@ -155,7 +155,7 @@ def parse(specs: list[str]) -> list[Part]:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
         path, name, number = match.groups() if match else (None, spec, None)
         path = path or added.get(name)
-        path = path and file_of(path)
+        path = path and str(find_file(path) or path)
         weight = math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
@@ -177,13 +177,6 @@ def parse(specs: list[str]) -> list[Part]:
             *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
             f"Names: {', '.join([*REWARDS, *added])}"]))
     return parts
-
-
-def file_of(path: str) -> str:
-    """Returns the path of a reward's file: in the current folder, or else, as for --loss, in the
-    folder of this project.
-    """
-    return path if os.path.isfile(path) else os.path.join(ROOT, path)
 
 
 def check(specs: list[str], args) -> tuple[list, list[str]]:
@@ -250,7 +243,7 @@ class Worker:
         self.socket.settimeout(seconds)  # the process may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0",  # a set has the same order in every worker
-                       "PYTHONPATH": ROOT}
+                       "PYTHONPATH": str(ROOT)}
         start = f"import {module}; {module}.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -315,6 +308,7 @@ class Pool:
         # For `report`: the calls since the last score; whether a failure was printed.
         self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
+        self.stop = None  # the run's dist.Stop, once there is one
         # The threads take lists of calls from the inboxes. A call is a slice of the items. None
         # ends a thread.
         self.inboxes = self.make_inboxes(self.args.reward_workers if self.parts else 0)
@@ -381,22 +375,36 @@ class Pool:
         thread starts the worker and replaces it when it fails. The worker ends with the trainer's
         process, by Linux' PDEATHSIG.
         """
-        worker = None
+        worker, fresh = None, self.signalled  # fresh: as it was when the worker started
         with contextlib.suppress(OSError):
             worker = self._start()
         self.tried.set()
         while calls := inbox.get():
+            if worker and self.signalled != fresh:
+                worker.kill()
+                worker = None
             try:
-                worker = worker or self._start()
+                if not worker:
+                    fresh, worker = self.signalled, self._start()
                 self.call(worker, calls)
             except Exception as error:  # a reward can end its worker in any way
                 if worker:
                     worker.kill()
                 worker = None
-                self.failed(inbox, calls, error)
+                if self.signalled == fresh:
+                    self.failed(inbox, calls, error)
+            if self.signalled != fresh:  # it may have ended what the reward had started
+                inbox.put(calls)
             inbox.task_done()
         if worker:
             worker.kill()
+
+    @property
+    def signalled(self) -> bool:
+        """Whether SIGTERM came, after which the step is finished. A scheduler sends it to all
+        processes of a job, and so to those that a reward has started: the calls that were being
+        answered are asked of a new worker."""
+        return bool(self.stop and self.stop.asked)
 
     def _start(self) -> Worker:
         """Starts a worker, waits until it has loaded the rewards, and returns it. Raises an OSError

@@ -23,6 +23,7 @@ from data import Stream
 from errors import Mistakes, SettingsError
 from evaluate import sampled_metrics
 from flags import CommonArgs
+from identity import digest, identity
 from inputs import Inputs, read_inputs
 from log import write_samples
 from model_files import config_of
@@ -36,35 +37,35 @@ from settings import save_every, values_of
 def set_up(args, kind=None) -> "Run":
     """Sets up all that a loop needs → the Run. kind: its class. All ranks must call it."""
     # 1. Join the other ranks. `began` is when the run first started: chat templates may write it.
-    world, mistakes = dist.join(args.run_args.timeout), Mistakes()
-    folder = mistakes.attempt(log.choose_folder, args, world.began)
-    began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]  # as rank 0 says
+    world = dist.join(args.run_args.timeout)
+    folder = world.together(log.choose_folder, args, world.began)
+    began = world.gather([log.began(folder, world.began)])[0]  # as rank 0 says
     # 2. Check flags and files. Each machine has its own files, so compare them.
+    mistakes = Mistakes()
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
+    world.meet()  # one machine may fetch the model for longer than another
     world.together(mistakes.stop)  # a mistake of one rank ends all of them
-    flags, facts = values_of(args), checkpoint.facts(args, inputs, world)
-    same = {f"--{name}": value for name, value in flags.items()} | facts | {
-        "row_digests": None,  # too long for a message: one digest of it takes its place
-        "the digest of --data": checkpoint.digest(facts["row_digests"]),
-        "the digest of --eval_data": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
-    Mistakes(world.differences(same)).stop()
+    made_of = identity(args, inputs, world)
+    Mistakes(world.differences({
+        "--" * it.flag + name: digest(it.value) if name == "row_digests" else it.value
+        for name, it in made_of.items() if name != "ranks"})).stop()
     # 3. Find the newest checkpoint, if this run has one.
-    versions = log.versions()
-    settings = flags | facts | {"ranks": world.size} | versions
-    saved = checkpoint.newest(args, world, folder, settings)
+    saved = checkpoint.newest(args, world, folder, made_of)
+    settings = {name: entry.value for name, entry in made_of.items()}
     if saved:
         settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.
-    run_log = log.Log(folder, world, args.steps, args.run_args.wandb)
-    open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, flags | {
-        "script": args.script, "ranks": world.size, "versions": versions, "began": began,
+    out = world.gather([log.output_folder(folder, args)])[0]
+    run_log = log.Log(out, world, args.steps, args.run_args.wandb)
+    open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, values_of(args) | {
+        "script": args.script, "ranks": world.size, "versions": log.versions(), "began": began,
         "changes": settings.get("changes", [])})
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
         after = "a kill" if save_every(args) else "SIGTERM"  # which alone saves then
         what = "a new run"
         if saved:
-            what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
+            what = f"resumes after step {saved.state['step']} of {args.steps}, begun {began}"
         run_log.say(f"{folder}: {what}. After {after}: {world.again}")
     run_log.say(inputs.plan.text(short=True))
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
@@ -76,16 +77,23 @@ def set_up(args, kind=None) -> "Run":
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
-    """Opens the run's folder, which from here on only this run writes (Log.open), and writes
-    args.json and plan.txt, but not for --eval_only of a run that is there. start: steps that are
-    done. kept: what args.json gets. SettingsError: another run writes the folder; or checkpoints
-    are wanted, and some machine does not see it. All ranks must call it (a collective)."""
+    """Opens the run's folder, which from here on only this run writes (Log.open). start: steps that
+    are done. kept: what args.json gets. SettingsError: another run writes the folder; or
+    checkpoints are wanted, and some machine does not see it. All ranks must call it (a collective).
+    """
     world, every, folder = run_log.world, save_every(args), run_log.folder
-    world.together(run_log.open, kept, inputs.plan.text(), start)
+    again = start in {*evaluations(args, inputs.eval_rows), args.steps} and inputs.eval_rows
+    world.together(run_log.open, kept, inputs.plan.text(), start, bool(again))
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
         raise SettingsError(
             f"--save_every {every} needs a folder that all machines share: some have no {folder}. "
             f"Would work: --save_every 0.")
+
+
+def evaluations(args, eval_rows: list) -> range:
+    """Returns the numbers of steps after which a loop evaluates before it goes on: 0, if there are
+    rows, and each multiple of --eval_every. After the last step `Run.finish` evaluates."""
+    return range(0, args.steps if eval_rows else 0, args.eval_args.eval_every or args.steps)
 
 
 def again(world: dist.World, name: str) -> str:
@@ -121,7 +129,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     world.together(scorer.wait)  # until a worker has loaded the rewards
     ask("begin", run)
     if not args.eval_args.eval_only:
-        run.stop = dist.Stop(world)  # until here SIGTERM ends the process
+        scorer.stop = run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
     compare_policies(run)
@@ -169,6 +177,8 @@ class Run:
     start: int = 0  # steps that were done before
     kl_coef: float = 0.0  # β of the KL in the reward; ppo.py may adapt it
 
+    reached: int | None = None  # after how many steps --stop_at was reached
+
     def __post_init__(self):
         # Objects whose state_dict() goes into state.json: {name: object}. Parts add theirs.
         self.stateful = {"stream": self.stream}
@@ -181,10 +191,9 @@ class Run:
 
     @property
     def evaluations(self) -> range:
-        """The steps before which the loop evaluates: always the first, if there are rows. `finish`
-        makes the last evaluation."""
-        every = self.args.eval_args.eval_every or self.args.steps
-        return range(0, self.args.steps if self.inputs.eval_rows else 0, every)
+        """The numbers of steps after which the loop evaluates. `finish` makes the last
+        evaluation."""
+        return evaluations(self.args, self.inputs.eval_rows)
 
     @property
     def saves(self) -> set[int]:
@@ -216,10 +225,21 @@ class Run:
 
     # ---- between the steps ----
 
-    def evaluate(self, step: int):
-        """Evaluates --eval_data after `step` steps, and writes the metrics. All ranks must call it
-        (a collective)."""
-        self.log.step(step, self.held_out(step))
+    def evaluate(self, step: int) -> bool:
+        """Evaluates --eval_data after `step` steps, and writes the metrics → whether they reach
+        --stop_at, so that the run ends. With --keep_best it saves if no earlier evaluation was as
+        good. All ranks must call it (a collective)."""
+        metrics, flags = self.held_out(step), self.args.run_args
+        self.log.step(step, metrics)
+        if flags.keep_best and self.world.any_rank(self.log.best() == step):
+            self.save(step)
+        self.end_if_asked(step)
+        if flags.stop_at is None or metrics.get("eval/pass@1", -1) < flags.stop_at:
+            return False
+        self.reached = step
+        if save_every(self.args):
+            self.save(step)
+        return True
 
     def held_out(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation: pass@1 and pass@k. A script without sampling
@@ -233,43 +253,57 @@ class Run:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
                           decode=self.engine.tokenizer.decode)
 
+    def after_step(self, step: int):
+        """Saves after `step` steps where --save_every says so. After SIGTERM it saves and ends the
+        process. All ranks must call it (a collective)."""
+        if step in self.saves:
+            self.save(step)
+        self.end_if_asked(step)
+
+    def end_if_asked(self, step: int):
+        """After SIGTERM, on any rank, it saves and ends the process with the exit status 75, which
+        means "try again". All ranks must call it (a collective)."""
+        if not self.stop or not self.stop.agreed():
+            return
+        if step:
+            self.save(step)
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This resumes: "
+                     f"{self.world.again}")
+        self.close()
+        sys.exit(dist.SAVED)
+
     def save(self, step: int):
-        """Writes a checkpoint after `step` steps. All ranks must call it (a collective)."""
-        folder = self.log.folder / "checkpoints"
+        """Writes a checkpoint after `step` steps, if it is not there. All ranks must call it (a
+        collective)."""
+        folder, flags = self.log.folder / "checkpoints", self.args.run_args
         state = {"step": step, "kl_coef": self.kl_coef, "bad_steps": self.log.bad_steps,
                  "settings": self.settings}
         state |= {name: it.state_dict() for name, it in self.stateful.items()}
-        checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
-        self.log.say(f"saved {folder}/step_{step}")
+        best = self.log.best() if flags.keep_best else None
+        gone = checkpoint.save(folder, self.world, self.trained, state, flags.keep, best)
+        removed = f", and removed {', '.join(gone)}" if gone else ""
+        self.log.say(f"saved {folder}/step_{step}{removed}")
 
     # ---- the end ----
-
-    def stopped(self, step: int) -> int:
-        """Ends a run that got SIGTERM, after its checkpoint was saved → the exit status 75, which
-        means "try again". All ranks must call it (a collective)."""
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
-                     f"{self.world.again}")
-        self.close()
-        return dist.SAVED
 
     def finish(self) -> int:
         """Makes the last evaluation. After training it then exports the model, calls the parts'
         end(run), grades the run, and writes done.json and curve.png → the exit status: 1 if a grade
-        was missed, 75 if SIGTERM came before the export, else 0. All ranks must call it (a
-        collective)."""
-        missed, flags = False, self.args.run_args
-        if self.inputs.eval_rows:
-            self.evaluate(self.end)
+        was missed, else 0. All ranks must call it (a collective)."""
+        missed, flags, end = False, self.args.run_args, self.end
+        if self.reached is not None:
+            end = self.reached
+        elif self.inputs.eval_rows:
+            self.evaluate(end)
         if not self.args.eval_args.eval_only:
-            if self.stop.agreed():
-                self.save(self.end)
-                return self.stopped(self.end)
+            self.end_if_asked(end)
             if flags.export:
                 self.export()
             ask("end", self)
             missed = self.world.rank == 0 and log.grade(self.log, flags)
-            self.log.finish(self.args.steps)
+            self.log.finish(end, flags.stop_at if self.reached is not None else None)
             log.draw_curve(self.log)
+        self.world.meet()  # rank 0 has written the files alone
         missed = self.world.any_rank(missed)
         files = sorted(path.name for path in self.log.folder.glob("[!.]*"))
         self.log.say(f"the run is in {self.log.folder}/ with {', '.join(files)}")
@@ -278,6 +312,8 @@ class Run:
 
     def export(self):
         """Writes the trained model to runs/NAME/model. All ranks must call it (a collective)."""
+        if (self.log.folder / "model").exists():
+            self.log.say(f"{self.log.folder}/model, from an earlier end of this run, is replaced")
         export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
 
     def close(self):

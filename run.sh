@@ -166,7 +166,9 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
   else
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun would set 1 too, with a warning
   fi
-  local start=("$venv/bin/torchrun" --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script")
+  local start=("$venv/bin/python" tools/launch.py --local_addr 127.0.0.1 --nproc_per_node "$ranks" \
+    "$script")
+  if [ "$ranks" = 1 ]; then start=("$venv/bin/python" "$script"); fi
   case " $* " in
     *" --help "* | *" -h "*) exec "$venv/bin/python" "$script" --help ;;  # once
     *" --plan "* | *" --metrics "*) start=("$venv/bin/python" "$script" --ranks "$ranks") ;;

@@ -134,6 +134,12 @@ def import_file(path: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
+def find_file(name: str) -> Path | None:
+    """Returns the path of a file of the user: in the current folder, or else in that of the
+    project. None: it is in neither."""
+    return next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+
+
 def load_file(path: Path) -> ModuleType:
     """Loads a file of losses, advantages or rows in the trainer's process and returns the module.
     Its folder is put last on sys.path, so files beside it cannot hide a module of this project.
@@ -291,6 +297,11 @@ def work(fd: int, load=load, score=score) -> None:
     may pass its own.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
+    # A scheduler that ends a job sends SIGTERM to all of its processes. The trainer finishes its
+    # step first, so a worker goes on; a process that a reward forks can be ended as usual.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=functools.partial(
+        signal.signal, signal.SIGTERM, signal.SIG_DFL))
     # A process that a reward forks cannot write to the socket, and does not keep it open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
     pipe = socket.socket(fileno=fd)

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkpoint
 import dist
 import flags
+import identity
 import inputs
 import model
 from errors import SettingsError, tell
-from log import read
 from settings import changed, values_of
 from texts import eos_ids
 
@@ -58,15 +58,15 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
         os.chdir(run.parent.parent)
     if to.exists():
         raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
-    settings = read(path / "state.json")["settings"]
+    settings = checkpoint.whole(path, world := dist.join())["settings"]
     name = settings["model"]
     source = inputs.find_model(name)
-    files = checkpoint.digest_of_files(source)
+    files = identity.digest_of_files(source)
     if files != settings.get("model_files", files):  # an older checkpoint has none
         raise SettingsError(f"--model {name} has other weights than when the run began.")
     ends, vocab = eos_ids(source, inputs.load_tokenizer(name, source)), model.config_of(
         source).get_text_config().vocab_size
-    checkpoint.export_model(load(settings, source, path, dist.join()), source, to,
+    checkpoint.export_model(load(settings, source, path, world), source, to,
                             [i for i in ends if 0 <= i < vocab])
     tell(str(to))
 

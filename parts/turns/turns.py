@@ -6,7 +6,6 @@
 Ids are only appended: what was sampled is never decoded and encoded again. See parts/turns/.
 """
 import math
-import os
 import queue
 import re
 from collections.abc import Callable
@@ -22,11 +21,11 @@ from batch import Completion
 from data import Prompt, Row
 from errors import SettingsError
 from parts.turns.replies import Move
-from rewards import Answer, Pool, check_rows, file_of, report
+from rewards import Answer, Pool, check_rows, report
 from rollout import Engine, Request, hash_seed
 from settings import Count, Flags, values_of
 from texts import ids_after, marks_of, reader, templated, texts_of
-from worker import ROOT, Part
+from worker import ROOT, Part, find_file
 
 TOGETHER = 64  # calls of an `async def` that a worker gets at once
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
@@ -69,9 +68,9 @@ class ReplyPool(Pool):
         if not path or not name.isidentifier():
             raise SettingsError(
                 f"--reply {specs[0]}: it must be FILE.py:FUNCTION; it has no weight.")
-        if not os.path.isfile(file_of(path)):
+        if not (found := find_file(path)):
             raise SettingsError(f"--reply {specs[0]}: no such file, here or in {ROOT}.")
-        return [Part(name, math.nan, file_of(path))]
+        return [Part(name, math.nan, str(found))]
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
         """See rewards.Pool."""
