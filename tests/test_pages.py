@@ -43,6 +43,7 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time",
           "signal",  # Slurm's
           "sort", "fix", "write", "solution", "help", "kills", "show",  # of our tools
+          "only", "list", "limit", "shapes",  # of ./run.sh gpu and bench/gpu.py
           "num_generations", "tasks", "model_args", "flag"}  # TRL's, lm-eval's; any
 
 
