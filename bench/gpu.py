@@ -387,7 +387,9 @@ def train(bench: Bench, flags: dict) -> Ran:
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}
-             | dict(steps=3, name="bench", export=False, try_worst_case="off") | flags)
+             | dict(steps=3, name="bench", export=False) | flags)
+    if "try_worst_case" in values_of(grpo.Args()):  # of a part, which may be removed
+        given["try_worst_case"] = "off"
     shutil.rmtree(bench.folder / "runs", ignore_errors=True)
     out = bench.folder / "run.txt"
     status = start([sys.executable, ROOT / "tools/watched.py", "grpo.py", *spelled(given)], out,
@@ -428,6 +430,8 @@ def awake(bench: Bench) -> list[str]:
 
 def lora(bench: Bench) -> list[str]:
     """Steps whose new weights are an adapter that the engine takes as one."""
+    if "lora_rank" not in values_of(grpo.Args()):
+        raise Skip("parts/lora is removed")
     return [phases(train(bench, dict(lora_rank=16, lora_sync="adapter")))]
 
 

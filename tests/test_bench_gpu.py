@@ -21,7 +21,7 @@ def test_every_part_of_the_benchmark_runs_on_a_cpu(tmp_path, only, lines):
     ours = text.partition("Others' figures")[0]
     rows = re.findall(r"^\| (\S.*) \| (.*) \|$", ours, re.MULTILINE)
     assert len(rows) == lines and "failed" not in ours and "not measured" not in ours, ours
-    cell = r"[\d.,]+ |none|8 x |1 x |only on GPU|\d|trainer and transformers "
+    cell = r"[\d.,]+ |none|8 x |1 x |only on GPU|\d|trainer and transformers |skipped "
     assert all(re.match(cell, found) for _, found in rows), rows
     assert all(f"tiny  {row}: {found}\n" in done.stdout for row, found in rows), done.stdout
     assert "old" not in text and text.endswith("## Next\n\nkept\n")

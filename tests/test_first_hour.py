@@ -3,15 +3,20 @@ are made up, as they are on two GPUs and on a CPU; the slow test makes the real 
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import fakes
+import rollout
 from examples import tiny
 from faults import progress
+from plan import GIB
 from ranks import script
-from tools import first_hour
+from tools import first_hour, watched
 from tools.first_hour import CHECKS, Hour, Ran, Wrong, attempt
 from tracked import ROOT
 
@@ -26,14 +31,19 @@ COMPARED = ("compared this qwen2 before its first step, in nats a token: trainer
 
 class Made(Hour):
     """An hour whose scripts write what they write where all is right, with the faults {name of a
-    run, or "": {what: a value}}."""
+    run: {what: a value}}. removed: parts; the others are there."""
     faults: dict = {}
+    removed: tuple = ()
+
+    def needs_part(self, name):
+        if name in self.removed:
+            super().needs_part("none")
 
     def start(self, name, words, ranks=0, until=None):
         self.last = self.logs / f"{name}.txt"
         self.last.parent.mkdir(parents=True, exist_ok=True)
         self.last.write_text(f"the words of {name}\n")
-        found = self.faults.get("", {}) | self.faults.get(name, {})
+        found = self.faults.get(name, {})
         if "status" in found:
             raise Wrong(f"{name}: exit status {found['status']}")
         if "--name" not in words:
@@ -54,8 +64,8 @@ class Made(Hour):
         rows = [{"step": step, "grad/norm": 0.3, "grad/norm_not_finite": 0, "batch/dropped": 0,
                  first_hour.GAP: 0.004, "rollout/logprob_gap_max": 0.1, "loss/value": 0.1,
                  "batch/groups_equal": 0.5, "data/position": 64 * step, "time/step": 1.0,
-                 "time/rollout": 0.5, "time/sync": 0.1, "time/update": 0.2, "memory/peak_gb": 1.0, "lr": 1e-3,
-                 "rollout/completions": 10} for step in range(1, steps + 1)]
+                 "time/rollout": 0.5, "time/sync": 0.1, "time/update": 0.2, "lr": 1e-3,
+                 "memory/peak_gb": 1.0, "rollout/completions": 10} for step in range(1, steps + 1)]
         for name, value in found.get("row", {}).items():
             rows[-1][name] = value
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -146,13 +156,12 @@ def test_gradients_of_equal_completions_must_be_equal(tmp_path):
         first_hour.alike(*runs, bfloat16=True)
 
 
-def test_a_removed_part_is_skipped_and_so_is_what_needs_a_run_that_failed(tmp_path, monkeypatch):
+def test_a_removed_part_is_skipped_and_so_is_what_needs_a_run_that_failed(tmp_path):
     made = hour(tmp_path, ON_GPUS, {"base": {"status": 1}})
     assert states(made, "sleep", "memory", "cpu-offload") == {
         "sleep": "WRONG", "memory": "skipped", "cpu-offload": "skipped"}
-    monkeypatch.setattr(first_hour, "ROOT", tmp_path)
-    assert attempt(made, "lora").said == "parts/lora is removed"
-    assert set(states(made, "trial", "lora", "pictures", "experts").values()) == {"skipped"}
+    made.removed = of_parts = "trial", "lora", "pictures", "experts"
+    assert [attempt(made, name).said for name in of_parts] == ["parts/none is removed"] * 4
 
 
 HANGS = """
@@ -209,6 +218,31 @@ def test_what_a_watched_run_writes_is_what_the_checks_read(tmp_path):
     assert run.watched["plan"].keys() == {"rollout", "training", "asleep", "set aside"}
     assert run.compared[1] == 0.001 and first_hour.steady(run).startswith("gap ")
     assert first_hour.alike(run, run, bfloat16=False).startswith("100.0%")
+
+
+def test_a_watched_engine_on_a_gpu_notes_what_it_takes_keeps_and_needs_at_its_peak(monkeypatch):
+    """Of 80 GiB 2 are in use before there is an engine, which takes 40 and keeps 1 asleep. After
+    the first step the trainer has 3 for its moments; a rollout needs 4 more at its peak."""
+    card = {"before": 2.0}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: card.pop("cache", None))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (
+        int((80 - sum(card.values())) * GIB), 80 * GIB))
+    monkeypatch.setattr(rollout.Engine, "load", lambda self, policy: card.update(engine=40))
+    monkeypatch.setattr(rollout.Engine, "make_room", lambda self: torch.cuda.empty_cache())
+    monkeypatch.setattr(rollout.Engine, "sleep", lambda self: card.update(engine=1))
+    engine = object.__new__(watched.Watched)
+    vars(engine).update(vars(fakes.engine_of()), on_gpu=True, world=fakes.World(device="cuda"),
+                        gib={"before": watched.in_use(torch.device("cuda"))},
+                        seconds=defaultdict(list))
+    engine.load(None)
+    engine.sleep()
+    for cached in 1, 4, 2:
+        with engine.generating(None):
+            card["cache"] = cached
+        card["moments"] = 3
+    assert engine.gib == {"before": 2, "awake": 42, "asleep": 3, "rollout": 49}
+    assert {name: len(times) for name, times in engine.seconds.items()} == {"load": 4, "sleep": 4}
 
 
 @pytest.mark.slow

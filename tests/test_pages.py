@@ -31,7 +31,8 @@ FILES = [str(path.relative_to(ROOT)) for path in tracked()]
 TEXT = {name: (ROOT / name).read_text() for name in FILES if re.fullmatch(
     r"(README|CONTRIBUTING|AGENTS)\.md|docs/.*\.md|(exercises|variants|parts/\w+)/README\.md",
     name)}
-FIRST = ["README.md", *(f"docs/use/{name}.md" for name in ("start", "recipes", "troubleshooting")),
+FIRST = ["README.md",
+         *(f"docs/use/{name}.md" for name in ("start", "recipes", "troubleshooting", "gpus")),
          *(name for name in TEXT if name.startswith(("parts/", "variants/")))]
 TESTS = "".join((ROOT / name).read_text() for name in FILES if "/test_" in name)
 OF_PARTS = [importlib.import_module(name.removesuffix(".py").replace("/", ".")) for name in FILES

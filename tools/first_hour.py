@@ -357,8 +357,8 @@ def loading(run: Ran) -> float:
     return json.loads(path.read_text().split("\n")[0]).get("time/loading", 0.0)
 
 
-@check("asleep it keeps its CUDA graphs, 1 GiB in the plan: 0.77 of 24.2 GiB on an H100 with other "
-       "versions, where it slept in 0.04 s")
+@check("at most the plan's 1 GiB for CUDA graphs and the 2 that it sets aside. vLLM alone kept 0.77 "
+       "of 24.2 GiB without graphs on an H100 with other versions, and slept in 0.04 s")
 def sleep(hour: Hour) -> str:
     """What the engine gives back while the trainer works, on the rank that keeps most."""
     hour.needs_gpu()
@@ -671,11 +671,14 @@ def make(hour: Hour, names: list[str], page: Path) -> list[Line]:
     return lines
 
 
-def clean(hour: Hour) -> None:
-    """Removes what the last job left."""
+def clean(hour: Hour) -> Path:
+    """Removes what the last job left → the file of the page."""
     for folder in (hour.logs, *hour.logs.parent.glob(f"{hour.logs.name}-*")):
         shutil.rmtree(folder, ignore_errors=True)
     hour.logs.mkdir(parents=True)
+    page = hour.logs.with_name("gpu-report.txt")
+    page.unlink(missing_ok=True)
+    return page
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -713,16 +716,15 @@ def main(words: list[str]) -> int:
         except BlockingIOError:
             print("error: another ./run.sh gpu works in this folder.", file=sys.stderr)
             return 2
-        clean(hour)
+        page = clean(hour)
         hour.facts = examine(hour)
         print(f"{len(asked.only)} checks on {hour.ranks} ranks, "
               f"{'bfloat16' if hour.bfloat16 else 'float32'}; what the scripts print is in "
               f"{hour.logs.relative_to(ROOT)}/", flush=True)
-        page = hour.logs.parent / "gpu-report.txt"
         try:
             lines = make(hour, asked.only, page)
         except KeyboardInterrupt:
-            print(f"\ninterrupted; the checks before: {page}")
+            print(f"\ninterrupted; {page.relative_to(ROOT)} has the checks before this one")
             return 130
     print(f"\n{summary(lines)} in {sum(line.seconds for line in lines):.0f} s. The table, to send: "
           f"{page.relative_to(ROOT)}")

@@ -37,11 +37,13 @@ def noting(kernel):
     return called
 
 
-def in_use(device: torch.device) -> float:
-    """GiB of the GPU; on a CPU 0."""
+def in_use(device: torch.device, cached: bool = False) -> float:
+    """GiB of the GPU; on a CPU 0. cached: with what torch keeps and does not use."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.synchronize()
+    if not cached:
+        torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return (total - free) / GIB
 
@@ -54,15 +56,14 @@ def of_worker(worker) -> dict[str, str]:
 
 
 class Watched(rollout.Engine):
-    """The engine of the run. All that it notes is the largest of all ranks."""
+    """The engine of the run. gib: what is in use before there is an engine; awake and asleep the
+    first time, when the trainer has no moments yet; and at the peak of the rollouts. seconds: of
+    each sleep and load. Of all ranks the largest numbers are written."""
 
     def __init__(self, run):
         self.gib, self.seconds = {"before": in_use(run.world.device)}, defaultdict(list)
         super().__init__(run)
         [self.chosen] = self.llm.collective_rpc(of_worker)
-
-    def note(self, name: str):
-        self.gib[name] = max(self.gib.get(name, 0.0), in_use(self.world.device))
 
     @contextmanager
     def timed(self, name: str):
@@ -76,20 +77,21 @@ class Watched(rollout.Engine):
         end is the peak."""
         with super().generating(policy):
             yield
-            self.note("rollout")
+            used = in_use(self.world.device, cached=True)
+            self.gib["rollout"] = max(used, self.gib.get("rollout", 0.0))
 
     def load(self, policy):
         with self.timed("load"):
             super().load(policy)
 
     def sleep(self):
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-            self.note("awake")
+        first = "asleep" not in self.gib
+        if first:
+            self.gib["awake"] = in_use(self.world.device)
         with self.timed("sleep"):
             super().sleep()
-        if self.on_gpu:
-            self.note("asleep")
+        if first:
+            self.gib["asleep"] = in_use(self.world.device)
 
     def close(self):
         ranks = self.world.gather([{"gib": self.gib, "seconds": self.seconds,
