@@ -357,8 +357,8 @@ def loading(run: Ran) -> float:
     return json.loads(path.read_text().split("\n")[0]).get("time/loading", 0.0)
 
 
-@check("at most the plan's 1 GiB for CUDA graphs and the 2 that it sets aside. vLLM alone kept 0.77 "
-       "of 24.2 GiB without graphs on an H100 with other versions, and slept in 0.04 s")
+@check("at most the plan's 1 GiB for CUDA graphs and the 2 that it sets aside. On an H100 with "
+       "other versions vLLM alone kept 0.77 of 24.2 GiB without graphs, and slept in 0.04 s")
 def sleep(hour: Hour) -> str:
     """What the engine gives back while the trainer works, on the rank that keeps most."""
     hour.needs_gpu()
