@@ -1,4 +1,4 @@
-"""A script with a light engine: what stands between two commands is tried in a second, without vLLM.
+"""A script with a light engine, without vLLM: what stands between two commands, in a second.
 
     tests/python tests/light.py grpo FLAGS
 
@@ -35,7 +35,7 @@ class Light(rollout.Engine):
             sleep_level=0, max_tokens=run.args.max_tokens, seed=run.args.seed, bar=False,
             text=reader(inputs.tokenizer, inputs.ends),
             engine_count=assert_divisible(world.size, args.tp, "ranks", "--tp"),
-            lm=AutoModelForCausalLM.from_config(config_of(inputs.source), dtype=torch.float32).eval())
+            lm=AutoModelForCausalLM.from_config(config_of(inputs.source)).float().eval())
 
     @contextmanager
     def generating(self, policy):

@@ -25,7 +25,6 @@ from tools import float64
 from tools.prove import VOCAB
 from tracked import ROOT
 
-
 HIDDEN, JOB = {"CUDA_VISIBLE_DEVICES": ""}, {"STARTED_AS": "./run.sh ppo"}
 DRIVER, NO_BACKEND = "/dev/nvidiactl", "Would work: a driver of version 580 or newer, .*-cpu/bin"
 
