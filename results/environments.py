@@ -66,7 +66,8 @@ HELD_OUT, SKILLED = 50, 0.4
 TEXT = """# Environments of libraries, learned
 
 `python results/environments.py` <!-- walk: not typed: hours --> makes this page; its head tells
-what is run. Numbers are the mean over the seeds (lowest to highest). Of each held-out row four games are sampled, as in training.
+what is run. Numbers are the mean over the seeds (lowest to highest). Of each held-out row four
+games are sampled, as in training.
 
 """
 
