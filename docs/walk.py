@@ -8,8 +8,8 @@
 A page is read from the top. A block ```sh, and code within a line that begins like a command, is
 typed in one bash, as it stands. A block ```text is what the ```sh block before it prints: its lines
 in their order, with others between them. `...` in a line stands for anything. Numbers may differ in
-the last digit, because they do so between two CPUs. A comment before a block, or behind the command
-in its line, says what else happens:
+the last digit, because they do so between two CPUs. A comment before a block, or right behind the
+command in its line, says what else happens:
 
     <!-- walk: write FILE -->     the block is written to FILE
     <!-- walk: error -->          its last command must fail
@@ -103,8 +103,7 @@ def blocks(page: str, text: str) -> list[Block]:
             words = " ".join(code[1].split()).removesuffix(" …")
             if COMMAND.match(words):
                 line = text.count("\n", 0, done + code.start()) + 1
-                rest = between[code.end():].partition("\n")[0]
-                mark = MARK.search(rest.partition("`")[0])
+                mark = MARK.match(between[code.end():].lstrip())
                 found.append(Block(page, line, "word", words, mark[1] if mark else ""))
         if not fence:
             return found
@@ -313,7 +312,7 @@ class Walk:
 def start_scripts(walk: Walk, folder: Path):
     """Starts each file that has a `__main__` by its path, from another folder, with --help. It must
     end well, say something, and leave no file behind."""
-    environment = Path(sys.prefix).name  # .venv, or .venv-cpu beside a GPU's
+    python = folder / Path(sys.prefix).name / "bin/python"  # of .venv, or .venv-cpu beside a GPU's
     named = subprocess.run(["git", "grep", "-l", '__name__ == "__main__"', "*.py"], cwd=folder,
                            capture_output=True, text=True, check=True).stdout.split()
     scripts = [folder / name for name in named]
@@ -321,9 +320,9 @@ def start_scripts(walk: Walk, folder: Path):
     def start(path: Path):
         with tempfile.TemporaryDirectory() as elsewhere:
             began = time.monotonic()
-            done = subprocess.run([folder / environment / "bin/python", path, "--help"], cwd=elsewhere,
-                                  stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                  timeout=600, env=walk.terminal.env)
+            done = subprocess.run([python, path, "--help"], cwd=elsewhere, capture_output=True,
+                                  stdin=subprocess.DEVNULL, text=True, timeout=600,
+                                  env=walk.terminal.env)
             left = [*Path(elsewhere).iterdir()]
             return path, done, left, time.monotonic() - began
 
