@@ -129,7 +129,10 @@ def newest(args, world: World, folder: Path, made_of: dict[str, Entry]) -> Saved
     """
     saved = find(folder / "checkpoints", world)
     if saved is None:
-        if log.finished_steps(folder):
+        if args.eval_args.eval_only and log.steps_in(folder):
+            raise SettingsError(f"--eval_only: {folder} has steps and no checkpoint of them. Would "
+                                f"work: another --name, for --model as it is.")
+        if (folder / "done.json").exists():
             raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
                                 f"from which to resume; choose another --name.")
         return None

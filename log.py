@@ -193,6 +193,11 @@ def finished_steps(folder: Path) -> int:
     return read(path)["steps"] if path.exists() else 0
 
 
+def steps_in(folder: Path) -> bool:
+    """Returns whether a run has made steps, by its metrics.jsonl."""
+    return any(row["step"] for row in read_metrics(folder / "metrics.jsonl"))
+
+
 def versions() -> dict[str, str]:
     """Returns {name: version} of this project's commit, python and libraries. The commit ends with
     a * if files differ from it."""
@@ -258,12 +263,11 @@ class Log:
 
     # ---- start and end ----
 
-    def open(self, args: dict, plan_text: str, start: int, again: bool):
+    def open(self, args: dict, plan_text: str, start: int):
         """Makes the run's folder, and locks it until the process ends, so that no other run writes
         there. Rows of metrics.jsonl from after `start` steps are removed, because a resumed run
-        makes these steps again; those of the evaluation after `start` steps if it is made `again`.
-        args and plan_text are written to args.json and plan.txt. SettingsError: another run has the
-        lock."""
+        makes these steps again. args and plan_text are written to args.json and plan.txt.
+        SettingsError: another run has the lock."""
         if not self.writing:
             return
         with writing(self.folder):
@@ -272,17 +276,14 @@ class Log:
         if why := lock(self.lock, self.folder):
             self.say(f"the disk of {self.folder} has no locks ({why}): start no second run of this "
                      f"name")
-        path = self.folder / "metrics.jsonl"
-        found = read_metrics(path)
-        if not start and any(row["step"] for row in found):
+        if not start and steps_in(self.folder):
             self.move_aside()
-            found = []
-        self.rows = [row for row in found if row["step"] < start + (
-            not again or not is_evaluation(row))]
+        path = self.folder / "metrics.jsonl"
+        self.rows = [row for row in read_metrics(path) if row["step"] <= start]
         write_whole(path, as_lines(self.rows))
         write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
         write_whole(self.folder / "plan.txt", plan_text)
-        self.forget(start, again)
+        self.forget(start)
         if self.project:
             self.open_wandb(args)
 
@@ -301,13 +302,13 @@ class Log:
         self.say(f"{self.folder} has steps, and no checkpoint to go on from: all of it is now in "
                  f"{old}/")
 
-    def forget(self, start: int, again: bool):
-        """Removes done.json, and the samples of what is made again: of steps after `start`, and of
-        evaluations after more than `start` steps, or if `again` after as many."""
+    def forget(self, start: int):
+        """Removes done.json, and the samples of what is made again: of steps and evaluations after
+        more than `start` steps."""
         (self.folder / "done.json").unlink(missing_ok=True)
         for path in (self.folder / "samples").glob("*_*.jsonl"):
-            kind, step = path.stem.split("_", 1)
-            if step.isdigit() and int(step) >= start + (kind == "step" or not again):
+            step = path.stem.split("_", 1)[1]
+            if step.isdigit() and int(step) > start:
                 path.unlink()
 
     def finish(self, steps: int, stop_at: float | None = None):
@@ -317,11 +318,16 @@ class Log:
             done = {"steps": steps} | ({"stop_at": stop_at} if stop_at else {})
             write_whole(self.folder / "done.json", json.dumps(done))
 
-    def best(self) -> int | None:
-        """Returns after how many steps the best evaluation was made, the earliest of several, on
-        rank 0. None: there was none."""
+    def evaluation(self, step: int) -> dict | None:
+        """Returns the row of the evaluation after `step` steps, on rank 0. None: it was not made,
+        or not to its end."""
+        return next((row for row in self.rows if is_evaluation(row) and row["step"] == step), None)
+
+    def best(self) -> dict:
+        """Returns the row of the best evaluation, the earliest of several, on rank 0. {}: none was
+        made."""
         found = [row for row in self.rows if "eval/pass@1" in row]
-        return max(found, key=lambda row: row["eval/pass@1"])["step"] if found else None
+        return max(found, key=lambda row: row["eval/pass@1"], default={})
 
     # ---- Weights & Biases ----
 
@@ -593,6 +599,11 @@ def grade(run_log: Log, flags) -> bool:
                 run_log.say(f"reached {words}")
             else:
                 tell(f"missed {words}", sys.stderr)
+    if flags.keep_best and (best := run_log.best()):
+        low, high = (best[f"eval/pass@1_{end}"] for end in ("low", "high"))
+        run_log.say(f"kept checkpoints/step_{best['step']}, the best of {len(evaluations)} "
+                    f"evaluations: pass@1 {best['eval/pass@1']:.3f} ({low:.3f} to {high:.3f}). The "
+                    f"best of several noisy numbers is too good: evaluate it on other rows")
     seconds = sum(row["time/step"] for row in steps)
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")

@@ -82,18 +82,11 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
     checkpoints are wanted, and some machine does not see it. All ranks must call it (a collective).
     """
     world, every, folder = run_log.world, save_every(args), run_log.folder
-    again = start in {*evaluations(args, inputs.eval_rows), args.steps} and inputs.eval_rows
-    world.together(run_log.open, kept, inputs.plan.text(), start, bool(again))
+    world.together(run_log.open, kept, inputs.plan.text(), start)
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
         raise SettingsError(
             f"--save_every {every} needs a folder that all machines share: some have no {folder}. "
             f"Would work: --save_every 0.")
-
-
-def evaluations(args, eval_rows: list) -> range:
-    """Returns the numbers of steps after which a loop evaluates before it goes on: 0, if there are
-    rows, and each multiple of --eval_every. After the last step `Run.finish` evaluates."""
-    return range(0, args.steps if eval_rows else 0, args.eval_args.eval_every or args.steps)
 
 
 def again(world: dist.World, name: str) -> str:
@@ -193,7 +186,8 @@ class Run:
     def evaluations(self) -> range:
         """The numbers of steps after which the loop evaluates. `finish` makes the last
         evaluation."""
-        return evaluations(self.args, self.inputs.eval_rows)
+        every = self.args.eval_args.eval_every or self.args.steps
+        return range(0, self.args.steps if self.inputs.eval_rows else 0, every)
 
     @property
     def saves(self) -> set[int]:
@@ -226,12 +220,15 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int) -> bool:
-        """Evaluates --eval_data after `step` steps, and writes the metrics → whether they reach
-        --stop_at, so that the run ends. With --keep_best it saves if no earlier evaluation was as
-        good. All ranks must call it (a collective)."""
-        metrics, flags = self.held_out(step), self.args.run_args
-        self.log.step(step, metrics)
-        if flags.keep_best and self.world.any_rank(self.log.best() == step):
+        """Evaluates --eval_data after `step` steps, and writes the metrics, unless an earlier start
+        of the run has done so → whether they reach --stop_at, so that the run ends. With
+        --keep_best it saves if no earlier evaluation was as good. All ranks must call it (a
+        collective)."""
+        flags, metrics = self.args.run_args, self.world.gather([self.log.evaluation(step)])[0]
+        if not metrics:
+            metrics = self.held_out(step)
+            self.log.step(step, metrics)
+        if flags.keep_best and self.world.any_rank(self.log.best().get("step") == step):
             self.save(step)
         self.end_if_asked(step)
         if flags.stop_at is None or metrics.get("eval/pass@1", -1) < flags.stop_at:
@@ -279,7 +276,7 @@ class Run:
         state = {"step": step, "kl_coef": self.kl_coef, "bad_steps": self.log.bad_steps,
                  "settings": self.settings}
         state |= {name: it.state_dict() for name, it in self.stateful.items()}
-        best = self.log.best() if flags.keep_best else None
+        best = self.log.best().get("step") if flags.keep_best else None
         gone = checkpoint.save(folder, self.world, self.trained, state, flags.keep, best)
         removed = f", and removed {', '.join(gone)}" if gone else ""
         self.log.say(f"saved {folder}/step_{step}{removed}")

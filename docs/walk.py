@@ -313,7 +313,7 @@ def start_scripts(walk: Walk, folder: Path):
     """Starts each file that has a `__main__` by its path, from another folder, with --help. It must
     end well, say something, and leave no file behind."""
     python = folder / Path(sys.prefix).name / "bin/python"  # of .venv, or .venv-cpu beside a GPU's
-    named = subprocess.run(["git", "grep", "-l", '__name__ == "__main__"', "*.py"], cwd=folder,
+    named = subprocess.run(["git", "grep", "-l", "^if __name__ == .__main__.:", "*.py"], cwd=folder,
                            capture_output=True, text=True, check=True).stdout.split()
     scripts = [folder / name for name in named]
 

@@ -37,7 +37,7 @@ settings.load_profile("any speed")
 PROMISES = {
     "The same update on any layout": "update layouts float64 prove",
     "A plan before anything loads": "plan claims memory gpu",
-    "Exact resume": "resume",
+    "Exact resume": "resume life",
     "Each formula is the paper's": "losses",
     "The engine is the policy": "engine model",
     "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards numbers",

@@ -5,17 +5,24 @@
 
 Shipped functions are wrapped from outside, so the product has no hook for tests. At WHERE, on rank
 RANK (* is all), in step STEP (from 0; -1 is before the first), WHAT happens: raise, SIGKILL,
-SIGTERM, hang, nan, wrong, full. A record is FOLDER/RANK.jsonl: a line [name, step, what] for each
-call of a function of `RECORDED`.
+SIGTERM, hang, slow, nan, wrong, full, or JOB: SIGTERM to this rank and all its processes, as a
+scheduler has it (JOB-0.1: after 0.1 s, while the function runs). NO_LOCKS=ENOLCK: so flock fails. A
+record is FOLDER/RANK.jsonl: a line [name, step, what] for each call of a function of `RECORDED`.
 """
+import errno
+import fcntl
 import importlib
 import json
 import os
 import resource
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -38,6 +45,7 @@ save | torch.distributed.checkpoint/save
 saved | checkpoint/check_shared
 evaluate | run/Run/evaluate
 export | run/export_model
+written | checkpoint/save_torch_state_dict
 """))
 
 
@@ -58,6 +66,19 @@ def step() -> int:
 
 # ---- faults
 
+def end_job() -> None:
+    """SIGTERM to this process, its workers and what they have started."""
+    for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)  # until the handlers have run
+
+
+def no_locks(file, how):
+    number = getattr(errno, os.environ["NO_LOCKS"])
+    raise OSError(number, os.strerror(number))
+
+
 def fault(rank: str, when: str, what: str):
     """What `wrap` calls: the function, but for one thing on this rank in this step."""
     def act(shipped, *args, **kwargs):
@@ -67,8 +88,11 @@ def fault(rank: str, when: str, what: str):
             raise ValueError(f"a fault was put into {shipped.__name__} on rank {rank}")
         if what.startswith("SIG"):  # and go on, if it can
             os.kill(os.getpid(), signal.Signals[what])
-        if what == "hang":
-            time.sleep(1e6)
+        if what.startswith("JOB"):
+            delay = float(what.partition("-")[2] or 0)
+            threading.Timer(delay, end_job).start() if delay else end_job()
+        if what in ("hang", "slow"):
+            time.sleep(1e6 if what == "hang" else 6)
         if what == "nan":
             return shipped(args[0], args[1] * float("nan"))
         if what == "wrong":  # one tensor that is another's
@@ -127,6 +151,8 @@ def main() -> None:
     if sys.argv[1:] in ([], ["--help"]):
         return print(__doc__)
     script = importlib.import_module(sys.argv.pop(1).replace("/", "."))
+    if "NO_LOCKS" in os.environ:
+        fcntl.flock = no_locks
     for one in os.environ.get("FAULTS", "").split():
         place, *how = one.split(":")
         wrap(PLACES[place], fault(*how))

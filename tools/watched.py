@@ -116,4 +116,7 @@ def main(script: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv.pop(1))
+    if sys.argv[1:] in ([], ["--help"]):
+        print(__doc__)
+    else:
+        main(sys.argv.pop(1))
