@@ -271,27 +271,31 @@ def join(timeout: float = 600.0) -> World:
         given = None if given == "1" else given  # torchrun sets 1
     if given is None:  # this machine's ranks divide its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    limit = datetime.timedelta(seconds=timeout)
+    store, rank, size = meet(limit := datetime.timedelta(seconds=timeout))
+    # torchrun's store outlives its ranks. The ranks of a restart must not read the old addresses.
+    attempt = td.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    td.init_process_group(backend, timeout=limit, store=attempt, rank=rank, world_size=size)
+    control, patient = (td.new_group(backend="gloo", timeout=it) for it in (limit, FOREVER))
+    began = store.compare_set("began", "", datetime.datetime.now().isoformat()).decode()
+    World.joined = World(rank, size, local_rank, local_size, device, control, patient, timeout,
+                         datetime.datetime.fromisoformat(began))
+    if size > 1:
+        World.joined.ring = Ring(rank, size)
+    return World.joined
+
+
+def meet(limit: datetime.timedelta):
+    """Waits for the other ranks → their common store, this rank, the number of ranks. Raises a
+    SettingsError if not all have come within the limit."""
     try:
-        store, rank, size = next(rendezvous("env://", timeout=limit))
+        return next(rendezvous("env://", timeout=limit))
     except td.DistError as error:
         said = " ".join(f"{name}={os.environ[name]}" for name in (
             "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
         why = str(error).split("\n")[0].rstrip(".")
-        raise SettingsError(f"not all ranks met within --timeout {timeout:g} s ({said}): {why}. "
-                            f"Would work: to start all of them, or to unset these.") from error
-    # torchrun's store outlives its ranks. The ranks of a restart must not read the old addresses.
-    attempt = td.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    td.init_process_group(backend, timeout=limit, store=attempt, rank=rank, world_size=size)
-    control = td.new_group(backend="gloo", timeout=limit)
-    began = store.compare_set("began", "", datetime.datetime.now().isoformat()).decode()
-    began = datetime.datetime.fromisoformat(began)
-    patient = td.new_group(backend="gloo", timeout=FOREVER)
-    World.joined = World(
-        rank, size, local_rank, local_size, device, control, patient, timeout, began)
-    if size > 1:
-        World.joined.ring = Ring(rank, size)
-    return World.joined
+        raise SettingsError(f"not all ranks met within --timeout {limit.total_seconds():g} s "
+                            f"({said}): {why}. Would work: to start all of them, or to unset "
+                            f"these.") from error
 
 
 # ---- ending ----

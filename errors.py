@@ -50,8 +50,12 @@ class Mistakes(list):
         if len(self) == 1:
             raise SettingsError(self[0])
         if self:
-            lines = [f"{number}. {text}" for number, text in enumerate(self, 1)]
-            raise SettingsError("\n  ".join([f"{len(self)} problems:", *lines]))
+            raise SettingsError(numbered(f"{len(self)} problems:", self))
+
+
+def numbered(title: str, texts) -> str:
+    """Returns the texts as a numbered list below a title."""
+    return "\n  ".join([title, *(f"{number}. {text}" for number, text in enumerate(texts, 1))])
 
 
 # ---- the output ----

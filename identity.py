@@ -155,7 +155,8 @@ def code_of(args) -> set[Path]:
     loaded = [(name, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()]]
     found = {Path(file).absolute() for name, file in loaded if file and not name.startswith("own_")}
     found = {path for path in found if path.is_relative_to(ROOT) and path.suffix == ".py"
-             and not path.is_relative_to(sys.prefix) and "tests" not in path.parts}
+             and path.is_file() and not path.is_relative_to(sys.prefix)
+             and "tests" not in path.parts}
     found.add(Path(sys.modules[type(args).__module__].__file__).absolute())
     files = [part.path or f"{REWARDS[part.name].partition(':')[0].replace('.', '/')}.py"
              for part in (parse(list(args.reward)) if args.reward else [])]

@@ -19,10 +19,11 @@ import dist
 import model
 import model_files
 import rewards
-from errors import Mistakes, SettingsError, as_sentence, tell
+from errors import Mistakes, SettingsError, as_sentence, numbered, tell
 from model_files import shape_from
 from part import ask, extended
 from plan import GIB, Plan, Shape, count, problems
+from settings import changed
 from texts import check_tokenizer, eos_ids
 
 
@@ -36,6 +37,9 @@ class Inputs:
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines that the run prints at its start
+    # {a sentence about what may be wrong: the metric that shows whether it was; "": nothing does}.
+    # They are printed at the start, and at the end again if the metric was above 0.
+    warnings: dict[str, str]
     plan: Plan
     waits: list[str]  # rewards that are `async def`
     ends: list[int]  # ids that end a completion
@@ -53,6 +57,8 @@ def show_plan(args) -> int:
     planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     tell("\n  ".join([found.plan.text(), *found.notes]))
+    if found.warnings:
+        tell(numbered("warnings:", found.warnings))
     return int(found.shape.fused and not planned.fits)
 
 
@@ -92,11 +98,11 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     SettingsError: all mistakes of the flags together; or the first file that is broken; or all that
     does not fit together.
     """
-    (needs, waits), notes = check_flags(args, ranks, local_size), []
+    (needs, waits), notes, warnings = check_flags(args, ranks, local_size), [], {}
     folder, lm, tokenizer = open_model(args.model, "model", weights)
     tokenizer.clock = (datetime.fromisoformat(began) if began else datetime.now()).strftime
     shape = shape_from(lm)
-    ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, notes)
+    ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, warnings)
     files = ModelFiles(shape, tokenizer, folder, lm, ends)
     files = args.find_reference(files, weights)
     rows = args.load_rows("data", args.seed, files, notes)
@@ -106,17 +112,22 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     notes += [f"--{flag} has {what_is_read(found)}"
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
-    notes += what_is_shared(rows if trains else [], eval_rows)
+    what_is_shared(rows if trains else [], eval_rows, warnings)
     rewards.check_rows(needs, everything if trains else eval_rows)
-    rewards.try_once(args, everything if trains else eval_rows, waits, notes)
+    rewards.try_once(args, everything if trains else eval_rows, waits, warnings)
     ask("check", args, files, everything)
-    args.choose_rates(files.shape.params)
+    usual = changed(args, lr=None)
+    for each in usual, args:
+        each.choose_rates(files.shape.params)
+    if args.lr >= 100 * usual.lr:
+        warnings[f"--lr {args.lr:g} is {args.lr / usual.lr:,.0f} times the usual rate for a model "
+                 f"of this size. Would work: --lr {usual.lr:g}."] = ""
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, Plan(args, *counts), waits, files.ends)
+                  notes, warnings, Plan(args, *counts), waits, files.ends)
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
@@ -135,27 +146,28 @@ def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[st
 
 def what_is_read(rows: list[data.Row]) -> str:
     """Describes from which columns the run reads prompt and answer: each combination of columns
-    with its number of rows. It adds up to three answers that several rows share and that hold no
-    digit, because some data sets write "proof" or "notfound" where there is no answer."""
+    with its number of rows. Where most answers hold a digit, it adds up to three that several rows
+    share and that hold none, because some data sets write "proof" or "notfound" where there is no
+    answer."""
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
                               for what, column in row.read.items()) for row in rows)
-    words = Counter(str(row.answer) for row in rows if row.read.get("answer"))
-    common = [f"{word!r:.40} {n:,} times" for word, n in words.most_common()
-              if n > 1 and not re.search(r"\d", word)][:3]
+    answers = Counter(str(row.answer) for row in rows if row.read.get("answer"))
+    words = {word: n for word, n in answers.most_common() if not re.search(r"\d", word)}
     found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
-    if common:
+    common = [f"{word!r:.40} {n:,} times" for word, n in words.items() if n > 1][:3]
+    if common and 2 * sum(words.values()) <= answers.total():
         found.append("answers without a digit: " + ", ".join(common))
     return "; ".join(found)
 
 
-def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row]) -> list[str]:
-    """Returns a list of one sentence if rows of the evaluation are rows of the training too: then
-    its result says little about other rows. Else the list is empty."""
+def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row], warnings: dict):
+    """Adds a warning if rows of the evaluation are rows of the training too: then its result says
+    little about other rows."""
     known = {hash(repr(row.digested(str))) for row in rows}
-    shared = sum(hash(repr(row.digested(str))) in known for row in eval_rows)
-    if not shared:
-        return []
-    return [f"{shared:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data too"]
+    if shared := sum(hash(repr(row.digested(str))) in known for row in eval_rows):
+        warnings[f"{shared:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data "
+                 "too, so an evaluation says little about other rows. Would work: rows that are "
+                 "held out."] = ""
 
 
 # ---- the model ----
@@ -219,9 +231,9 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
 FIRST = 200  # rows of --data, and of --eval_data, on which the tokenizer is checked
 
 
-def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
+def check_ends(args, ends: list[int], vocab: int, warnings: dict) -> list[int]:
     """Returns those of the ids `ends` that the model can write. If there are none and --stop is
-    empty, `notes` gets a line. SettingsError: there are none, and the script samples nothing, so it
+    empty, it adds a warning. SettingsError: there are none, and the script samples nothing, so it
     would train on rows without an end."""
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
@@ -229,7 +241,8 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
     if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
-        notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
+        warnings[f"{said} Each goes on to --max_tokens. Would work: --stop."] = (
+            "rollout/truncated_frac")
     return found
 
 

@@ -204,11 +204,12 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
                 raise SettingsError(f"{where} has none.")
 
 
-def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
+def try_once(args, rows: list, waits: list[str], warnings: dict) -> None:
     """Scores a made-up completion of the first row, before the weights are loaded, if a reward is
     from a file and none is `async def` (such a function asks a server). Raises a SettingsError if a
-    result cannot be a reward. If a function raises an error or is late, it may be right for a real
-    completion, so `notes` gets a line instead. waits: the names of the `async def` functions.
+    result cannot be a reward. If a function raises an error, is late or returns None, it may be
+    right for a real completion, so it adds a warning instead. waits: the names of the `async def`
+    functions.
     """
     if waits or not rows or not any(".py:" in spec for spec in args.reward):
         return
@@ -218,7 +219,7 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
     with contextlib.closing(Pool(list(args.reward), changed(args, reward_workers=1))) as pool:
         pool.wait()
         size = args.group if pool.groups else 1
-        error = pool.ask([item] * size, size)[0].error
+        error = pool.ask([item] * size, size)[0].score(pool.parts).error
     if not error:
         return
     lines = error.strip().splitlines()
@@ -226,7 +227,8 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
     said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
     if why.startswith("TypeError: a reward must be "):  # worker.py raises it for a wrong result
         raise SettingsError(said)
-    notes.append(f"{said} (it may be right for a real one)")
+    warnings[f"{said}. It may be right for a real one; then rollout/unscored stays 0."] = (
+        "rollout/unscored")
 
 
 # ---- the processes ----

@@ -20,7 +20,7 @@ import model
 import rewards
 from checkpoint import export_model
 from data import Stream
-from errors import Mistakes, SettingsError
+from errors import Mistakes, SettingsError, numbered
 from evaluate import sampled_metrics
 from flags import CommonArgs
 from identity import digest, identity
@@ -71,6 +71,8 @@ def set_up(args, kind=None) -> "Run":
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
     for note in inputs.notes + resumed:
         run_log.say(f"  {note}")
+    if inputs.warnings:
+        run_log.say(numbered("warnings:", inputs.warnings))
     # 5. Load weights, start the engine and the reward workers.
     with run_log.time("loading"):
         return build(args, world, inputs, run_log, settings, saved, kind)
@@ -302,6 +304,9 @@ class Run:
             log.draw_curve(self.log)
         self.world.meet()  # rank 0 has written the files alone
         missed = self.world.any_rank(missed)
+        if left := [text for text, metric in self.inputs.warnings.items()
+                    if not metric or any(row.get(metric) for row in self.log.rows)]:
+            self.log.say(numbered("warnings that still hold:", left))
         files = sorted(path.name for path in self.log.folder.glob("[!.]*"))
         self.log.say(f"the run is in {self.log.folder}/ with {', '.join(files)}")
         self.close()

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 import dist
+import faults
 import grpo
+import identity
 import ppo
 import rollout
 from batch import Completion, Sample
 from data import Prompt, Row
+from inputs import load_tokenizer
 from rewards import Score
 from settings import changed
 
@@ -55,6 +58,14 @@ class Log:
 def args(script="grpo", **flags):
     """The script's Args with these flags, wherever they live. script: a module, or its name."""
     return changed(SCRIPTS.get(script, script).Args(lr=1e-3), **flags)
+
+
+def made_of(args) -> dict[str, identity.Entry]:
+    """The identity of a run of the tiny model with two rows."""
+    folder = faults.model()
+    made = SimpleNamespace(source=folder, reference=None, rows=rows(2), eval_rows=[], ends=[2],
+                           tokenizer=load_tokenizer("tiny", folder))
+    return identity.identity(args, made, World())
 
 
 def rows(n: int) -> list[Row]:

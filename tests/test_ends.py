@@ -269,11 +269,11 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat():
 [400, -1] | [] | ["x"] | 0
 [2, 400] | [2] | [] | 0"""))
 def test_a_model_that_cannot_end_is_said(cells):
-    """A run without an id that ends, of those the model can write, has a note unless --stop."""
-    (ends, left, stop, count), notes = map(json.loads, cells), []
-    assert inputs.check_ends(changed(grpo.Args(), stop=stop), ends, 320, notes) == left
+    """A run without an id that ends, of those the model can write, has a warning unless --stop."""
+    (ends, left, stop, count), warnings = map(json.loads, cells), {}
+    assert inputs.check_ends(changed(grpo.Args(), stop=stop), ends, 320, warnings) == left
     words = f"no token that ends a completion: its files name {ends} of 320 ids"
-    assert [words in note for note in notes] == [True] * count
+    assert [words in one for one in warnings] == [True] * count
 
 
 def edit(path: Path, **changes) -> None:

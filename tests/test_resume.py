@@ -23,14 +23,13 @@ import torch
 import checkpoint
 import fakes
 import faults
-import grpo
+import identity
 import log
 import ranks
 from data import Row
 from errors import SettingsError
 from fakes import SCRIPTS
 from faults import ROOT, Attempt, differences, last, metrics, progress
-from settings import changed, values_of
 from tables import table
 
 LONG = 200  # seconds: on a busy machine an end takes some, a wait for --timeout takes 600
@@ -116,7 +115,7 @@ def test_a_run_killed_in_a_save_and_stopped_in_a_step_ends_like_another(start, t
         "name one (was alone)", "keep 3 (was 2)", "ranks 1 (was 2)")]
     assert json.loads((one / "args.json").read_text())["changes"] == said
     assert re.findall("^  (resumed with --.*)", done.stdout, re.MULTILINE) == said
-    assert f"goes on after step 2 of 4, begun {log.read(alone / 'args.json')['began']}" in (
+    assert f"resumes after step 2 of 4, begun {log.read(alone / 'args.json')['began']}" in (
         done.stdout)
     for ours, theirs in zip(metrics(one), metrics(alone), strict=True):
         close = {name: value for name, value in theirs.items() if "gap" not in name}
@@ -219,7 +218,7 @@ def test_a_run_that_is_asked_to_end_saves_and_ends(start, tmp_path, how):
     (os.killpg if "all" in how else os.kill)(attempt.process.pid, number)
     _, left = psutil.wait_procs(ranks_of_it, LONG)
     status, text = attempt.end()
-    assert not left and "This goes on: " in text, text
+    assert not left and "This resumes: " in text, text
     assert text.count("interrupted") == interrupted and ("without" not in how or status == 75)
     if not interrupted:
         done, run = int(re.search(r"ended after (\d+) of 500", text)[1]), tmp_path / "runs/x"
@@ -229,26 +228,33 @@ def test_a_run_that_is_asked_to_end_saves_and_ends(start, tmp_path, how):
 # ---- a resume that would be another run
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_another_value_of_any_flag_is_refused_or_said(script, tmp_path):
+def test_another_value_of_any_entry_is_refused_or_said(script, tmp_path):
     """What is fixed is a flag, or a fact of the data, the models and the script."""
-    args = SCRIPTS[script].Args()
-    values, fixed = values_of(args), checkpoint.fixed(args)
-    assert fixed - {*values} == {"script", "rows", "model_files", "reference_files", "precision"}
-    kept = json.loads(json.dumps(values))
-    saved = checkpoint.Saved(tmp_path / "step_7", {"step": 7, "settings": kept})
-    for name, value in values.items():
-        other = {bool: not value, tuple: ["another"], str: "another"}.get(type(value), 17)
-        if name in fixed:
-            words = f"{name} was {kept[name]} and is now {other}. Would work: those of before, or "
+    found = fakes.made_of(SCRIPTS[script].Args())
+    fixed = {name for name, entry in found.items() if entry.fixed}
+    assert {name for name in fixed if not found[name].flag} == {
+        "script", "rows", "row_digests", "model_files", "reference_files", "precision",
+        "config.json"}
+    kept = {name: entry.value for name, entry in found.items()}
+    for name, (value, _, flag) in found.items():
+        other = {bool: not value, list: [["x", 1]], str: "another", dict: {}}.get(type(value), 17)
+        now = found | {name: found[name]._replace(value=other)}
+        if name in fixed - {"row_digests"}:
+            words = f"{name} was {value} and is now {other}"
             with pytest.raises(SettingsError, match=re.escape(words)):
-                checkpoint.check(saved, values | {name: other}, values, fixed)
-        else:
-            said = checkpoint.check(saved, values | {name: other}, values, fixed).changed
-            now, old = map(checkpoint.words, (other, kept[name]))
-            assert said == [f"resumed with --{name} {now} (was {old}) from step 8 on"]
-    assert checkpoint.check(saved, values, values).changed == []
+                identity.compare(kept, now, tmp_path, 7)
+        elif flag:
+            assert identity.compare(kept, now, tmp_path, 7) == [
+                f"resumed with --{name} {identity.words(other)} (was {identity.words(value)}) from "
+                "step 8 on"]
+        elif name not in ("row_digests", "code"):
+            said, = identity.compare(kept, now, tmp_path, 7)
+            assert name in said and str(identity.words(other)) in said
+    assert identity.compare(kept, found, tmp_path, 7) == []
     with pytest.raises(SettingsError, match="group was .*; seed was"):  # all in one sentence
-        checkpoint.check(saved, values | {"group": 99, "seed": 99})
+        identity.compare(kept | {"group": 99, "seed": 99}, found, tmp_path, 7)
+    assert identity.compare(kept | {"gone": 3}, found, tmp_path, 7) == [
+        "resumed without gone 3, which is no setting any more"]
 
 
 @pytest.mark.parametrize("changes", [
@@ -257,33 +263,26 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
     """By its number in the file, of which some rows were too long."""
     rows = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
             for i in (0, 2, 5)]
-    settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows)}
-    saved = checkpoint.Saved(tmp_path, {"step": 1, "settings": settings})
-    assert checkpoint.check(saved, settings).changed == []
+    kept = {"row_digests": identity.row_digests(rows)}
     rows[1] = replace(rows[1], **changes)
+    now = {"row_digests": identity.Entry(identity.row_digests(rows), True)}
     with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
-        checkpoint.check(saved, settings | {"row_digests": checkpoint.row_digests(rows)})
+        identity.compare(kept, now, tmp_path, 1)
 
 
 def test_weights_have_another_digest_if_one_number_or_the_size_differs(tmp_path):
     digests = set()
     for content in bytes(3_000_000), bytes(70_000) + b"1" + bytes(2_929_999), bytes(3_000_001):
         (tmp_path / "model.safetensors").write_bytes(content)
-        digests.add(checkpoint.digest_of_files(str(tmp_path)))
+        digests.add(identity.digest_of_files(str(tmp_path)))
     assert len(digests) == 3
 
 
-def test_what_becomes_of_rates_and_weights_is_said():
-    before = changed(grpo.Args(), lr=1e-3, steps=6, lr_schedule="cosine")
-    state = {"step": 6, "kl_coef": 0.0, "settings": values_of(before)}
-    assert not checkpoint.consequences(before, state)
-    more = changed(before, steps=12, reward=("exact:0.5",))
-    assert checkpoint.consequences(more, state) == [
-        "lr is 0.0005 in step 7, 1.7e-05 in step 12 (it was 6.7e-05 in step 6)",
-        "the weight of exact is 0.5 in step 7 (it was 1 in step 6)"]
+def test_a_coefficient_that_was_adapted_is_that_of_the_checkpoint():
+    """Unless its flag has a new value."""
     ppo, state = fakes.args("ppo", kl_reward_coef=0.3, kl_target=0.1), {"kl_coef": 0.07}
-    for before, goes_on in (0.3, 0.07), (0.1, 0.3):  # an adapted coefficient; a new flag
-        assert checkpoint.kl_coef(ppo, state | {"settings": {"kl_reward_coef": before}}) == goes_on
+    for before, after in (0.3, 0.07), (0.1, 0.3):
+        assert checkpoint.kl_coef(ppo, state | {"settings": {"kl_reward_coef": before}}) == after
 
 
 # ---- checkpoints: whole or absent, and the newest is found
@@ -301,9 +300,9 @@ def test_the_newest_checkpoints_are_kept_and_found_by_their_numbers(tmp_path):
     assert checkpoint.find(folder, world) is None
     for left in "step_8.partial", "step_1.gone":
         (folder / left).mkdir(parents=True)
-    for step in 8, 9, 10, 10:
-        checkpoint.save(folder, world, models(), {"step": step, "settings": {}}, 2)
-    assert sorted(os.listdir(folder)) == ["step_10", "step_9"]
+    gone = [checkpoint.save(folder, world, models(), {"step": step, "settings": {}}, 2)
+            for step in (8, 9, 10, 10)]
+    assert sorted(os.listdir(folder)) == ["step_10", "step_9"] and gone == [[], [], ["step_8"], []]
     saved, other = checkpoint.find(folder, world), models(2.0)
     assert saved.state["step"] == 10
     checkpoint.load(saved, world, other)
@@ -314,13 +313,8 @@ def test_the_newest_checkpoints_are_kept_and_found_by_their_numbers(tmp_path):
         return checkpoint.newest(fakes.args(**flags), world, tmp_path, {})
 
     assert newest(steps=10).path == newest(steps=9, eval_only=True).path == saved.path
-    for change, words in (
-            (lambda path: None, "--steps 9: .*step_10 .* Would work: --steps 10"),
-            (lambda path: os.truncate(path, 9), "state.json is damaged, as after a crash.*without"),
-            (Path.unlink, "step_10/state.json cannot be read")):
-        change(saved.path / "state.json")
-        with pytest.raises(SettingsError, match=words):
-            newest(steps=9)
+    with pytest.raises(SettingsError, match="--steps 9: .*step_10 .* Would work: --steps 10"):
+        newest(steps=9)
 
 
 def unshared(world, folder: str) -> str:
@@ -352,18 +346,16 @@ def opened(folder: Path, start: int = 0, **more):
 
 
 def test_what_was_written_after_the_checkpoint_is_removed_and_made_again(tmp_path):
-    """A line that a kill cut off, lines and samples of later steps, samples of an evaluation that
-    comes again, and done.json if more steps were asked for. A user's own files stay."""
+    """A line that a kill cut off, lines and samples of later steps and evaluations, and done.json.
+    A user's own files stay."""
     with opened(tmp_path) as it:
         for step in 1, 2, 3, 4:
             it.step(step, {"x": torch.tensor(0.5), "small": 2.47e-10, "inf": float("inf")})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "rew')
-    for name in "step_00002", "step_00003", "eval_00001", "eval_00002", "my_own_3", "my_best":
+    for name in "step_00002", "step_00003", "eval_00002", "eval_00003", "my_own_3", "my_best":
         (tmp_path / f"samples/{name}.jsonl").touch()
     (tmp_path / "done.json").write_text('{"steps": 2}')
-    with opened(tmp_path, 2, eval_only=True):
-        assert (tmp_path / "done.json").exists()
     with opened(tmp_path, 2) as it:
         it.step(3, {"n": 4})
     lines = log.read(tmp_path / "metrics.jsonl")
@@ -371,7 +363,7 @@ def test_what_was_written_after_the_checkpoint_is_removed_and_made_again(tmp_pat
     assert lines[0] == {"step": 1, "x": 0.5, "small": 2.47e-10, "inf": None,
                         "memory/peak_gb": lines[0]["memory/peak_gb"]}
     assert {path.stem for path in tmp_path.glob("samples/*")} == {
-        "step_00002", "eval_00001", "my_own_3", "my_best"}
+        "step_00002", "eval_00002", "my_own_3", "my_best"}
     assert not (tmp_path / "done.json").exists()
 
 
