@@ -19,7 +19,7 @@ import ranks
 from batch import KEYS, balance, cut, packed_tokens
 from dist import assert_divisible, share
 from errors import SettingsError
-from log import NotWritten
+from files import NotWritten
 from tables import table
 
 # ---- splits: pure functions ----
@@ -254,7 +254,7 @@ def test_a_rank_that_is_busy_or_ends_later_is_not_ended():
 
 
 @pytest.mark.parametrize("ending, status, words", [
-    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This goes on: ./run.sh --name x\n"),
+    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This resumes: ./run.sh --name x\n"),
     (SettingsError("a sentence"), 2, "error: a sentence\n"),
     (NotWritten("a sentence"), 1, "error: a sentence\n"),
     (ValueError("a bug"), 1, r"\[rank 0\] failed:\nTraceback.*"),
