@@ -25,7 +25,7 @@ from data import Stream
 from errors import Mistakes, SettingsError, numbered
 from evaluate import sampled_metrics
 from flags import CommonArgs
-from identity import digest, identity
+from identity import identity, of_one_rank
 from inputs import Inputs, read_inputs
 from log import write_samples
 from model_files import config_of
@@ -48,9 +48,7 @@ def set_up(args, kind=None) -> "Run":
     world.meet()  # one machine may fetch the model for longer than another
     world.together(mistakes.stop)  # a mistake of one rank ends all of them
     made_of = identity(args, inputs, world)
-    Mistakes(world.differences({
-        "--" * it.flag + name: digest(it.value) if name == "row_digests" else it.value
-        for name, it in made_of.items() if name != "ranks"})).stop()
+    Mistakes(world.differences(of_one_rank(made_of))).stop()
     # 3. Find the newest checkpoint, if this run has one.
     saved = checkpoint.newest(args, world, folder, made_of)
     settings = {name: entry.value for name, entry in made_of.items()}
