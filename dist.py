@@ -192,11 +192,16 @@ def gpu_mistakes(ranks: int) -> list[str]:
     is empty if they can, or if the machine has no GPU. ranks: the number of ranks on this machine.
     """
     count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    unseen = not count and os.path.exists("/dev/nvidia0") and hidden not in ("", "-1")
-    if not unseen and (not count or count >= ranks):
+    gpu_build, job = torch.version.cuda, os.environ.get("STARTED_AS")
+    asked = gpu_build or hidden not in ("", "-1")  # vLLM's GPU build does not run on a CPU
+    if count >= ranks or not count and not (asked and os.path.exists("/dev/nvidiactl")):
         return []
-    works = (f"torchrun --nproc_per_node {count}" if count else "a driver of version 580 or newer, "
-             "./run.sh setup, or CUDA_VISIBLE_DEVICES= for a run on the CPU")
+    works = "./run.sh setup, or CUDA_VISIBLE_DEVICES= for a run on the CPU"
+    if count:
+        works = f"RANKS={count} {job}" if job else f"torchrun --nproc_per_node {count}"
+    elif gpu_build:
+        works = ("a driver of version 580 or newer, numbers of nvidia-smi -L, or, for the CPU, "
+                 ".venv-cpu/bin/python, which ./run.sh test makes")
     return [f"{ranks} ranks on this machine need {ranks} GPUs, and torch {torch.__version__} sees "
             f"{count} (CUDA_VISIBLE_DEVICES is {hidden}). Would work: {works}."]
 

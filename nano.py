@@ -2,16 +2,16 @@
 
     python nano.py         or, with the same rewards:     torchrun --nproc_per_node 2 nano.py
 
-One step: a vLLM engine samples G completions of each of P prompts. A function gives each of these
-N = P·G completions a reward. Its advantage is its reward minus the mean reward of its prompt's
-completions, as in Dr. GRPO (arXiv 2503.20783). The policy takes one gradient step on a mean over
-all tokens: better completions become more likely. Left out of GRPO's paper (arXiv 2402.03300), and
-flags of grpo.py: dividing advantages by the group's std and losses by the completion's length; a KL
-term; several steps on a rollout, for which π / π_old is clipped: in the first one this is 1.
+One step: a vLLM engine samples G completions of each of P prompts, and a function rewards each of
+these N = P·G completions. Its advantage is its reward minus the mean reward of its prompt (Dr.
+GRPO, arXiv 2503.20783). The policy takes one gradient step on a mean over all tokens. Left out of
+GRPO's paper (arXiv 2402.03300), and flags of grpo.py: dividing advantages by the group's std and
+losses by the completion's length; a KL term; several steps on a rollout, with clipped ratios.
 """
 import hashlib
 import logging
 import os
+import sys
 
 # Before the imports, which read them. torchrun sets these. Without it: one rank, any free port (0).
 os.environ.update(dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
@@ -127,4 +127,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    train()
+    train() if not sys.argv[1:] else print(__doc__)  # it has no flags

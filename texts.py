@@ -21,6 +21,12 @@ from jinja2 import TemplateError
 
 from errors import SettingsError
 
+# transformers 5.23 and newer give a template a text in place of a function. So `strftime_now` is a
+# macro: it finds what the clock says in a dict, and raises an error for a format that is missing.
+MISSING = "strftime_now has no text for the format "
+DATED = ("{% macro strftime_now(format) %}{{ strftime_texts[format] if format in strftime_texts "
+         f"else raise_exception('{MISSING}' ~ format) }}}}{{% endmacro %}}\n")
+
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
     """Returns the text that the chat template makes of the messages. The template's function
@@ -28,12 +34,21 @@ def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
     which the run began. options, more: further arguments of the template. Raises a SettingsError if
     the template raises an error.
     """
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, **options, **more,
-            strftime_now=getattr(tokenizer, "clock", datetime.now().strftime))
-    except (TemplateError, TypeError) as error:
-        raise SettingsError(f"the chat template: {error}") from error
+    clock, texts = getattr(tokenizer, "clock", datetime.now().strftime), {}
+    while True:  # once more for each format that the template asks for
+        try:
+            template = tokenizer.get_chat_template(
+                options.get("chat_template"), options.get("tools"))
+            if "strftime_now" in template:
+                template = DATED + template
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, **options | {"chat_template": template}, **more,
+                strftime_texts=texts)
+        except (TemplateError, TypeError) as error:
+            _, missing, form = str(error).partition(MISSING)
+            if not missing or form in texts:
+                raise SettingsError(f"the chat template: {error}") from error
+            texts[form] = clock(form)
 
 
 # ---- what begins and what ends ----

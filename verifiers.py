@@ -15,7 +15,7 @@ from decimal import Decimal
 
 # {name of --reward: MODULE:FUNCTION}.
 REWARDS = {
-    "exact": "examples.numbers:exact", "math": "examples.mathematics:math_reward",
+    "exact": "examples.exact:exact", "math": "examples.mathematics:math_reward",
     "short": "verifiers:short",
     "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",

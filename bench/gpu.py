@@ -1,19 +1,21 @@
-"""What one GPU does with this code: the speed of every phase of a step, and planned memory against
-measured memory.
+"""What one GPU does with this code: the speed of every phase of a step, and planned memory beside
+measured memory. Whether a GPU computes the right thing is another question: ./run.sh gpu.
 
     python bench/gpu.py                                    all parts, shapes 0.5b, 1.5b and 7b
-    python bench/gpu.py --only update,score --shapes 0.5b  some of update compiled whole score head
-                                                           sync sleep rollout plan awake lora
-    python bench/gpu.py --only update,compiled,whole,sync,awake,lora --shapes 0.5b,1.5b --limit 100
+    python bench/gpu.py --only update,score --shapes 0.5b  some of update compiled whole score short
+                                                           head rollout run awake lora
+    python bench/gpu.py --only update,compiled,whole,run,awake,lora --shapes 0.5b,1.5b --limit 100
                                                            what could make a step faster
     python bench/gpu.py --device cpu                       the tiny shape on a CPU: only to see that
                                                            every part runs
 
-It prints a Markdown section for bench/RESULTS.md, and with --write FILE puts it there, beside
-figures that others have published. Random weights in the shapes of Qwen2.5 are made
-under --where (2 bytes a parameter) and removed at the end: nothing is downloaded. Each part runs
-the real code in a process of its own. A part that fails, or does not fit, says so in its cell; the
-other parts still run. Figures are medians of repeats, after two that do not count, with the range.
+Each part prints its figures as soon as it has them. At the end comes a Markdown section for
+bench/RESULTS.md, beside figures that others have published; --write FILE puts it there. Random
+weights in the shapes of Qwen2.5 are made under --where (2 bytes a parameter) and removed at the
+end: nothing is downloaded. Each part runs the real code in a process of its own. One that fails,
+does not fit, or takes more than --limit seconds says so in its cell, and the next one begins.
+Figures are medians of repeats, after two that do not count, with the range; those of run, awake and
+lora are of the last of three steps of grpo.py.
 
 Model FLOPs of an update of sequences of T tokens, n of them in the loss (a backward is two
 forwards; recomputing does not count):
@@ -26,13 +28,11 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +55,7 @@ from examples import tiny
 from model_files import shape_from
 from rewards import Score
 from settings import changed, values_of
+from tools.first_hour import Ran, Wrong, cause, start
 
 ROOT = Path(__file__).resolve().parent.parent
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
@@ -71,24 +72,25 @@ ROWS = {                                               # part → its lines of t
     "whole": ("update, all logits at once: tokens/s", "all at once: TFLOP/s",
               "all at once: micro-batch"),
     "score": ("score pass: tokens/s", "score pass: TFLOP/s"),
+    "short": ("score pass of 32 prompts x 8 short completions: ms",),
     "head": ("head, forward and backward: ms in chunks", "head: ms with all logits at once",
              "head: peak GiB in chunks / at once"),
-    "sync": ("new weights for the engine: s when awake",
-             "new weights: s when asleep, waking included"),
-    "sleep": ("engine asleep: GiB freed / taken", "engine: s to sleep", "engine: s to wake"),
     "rollout": ("rollout: tokens/s",),
     "bare": ("the same requests through vLLM alone: tokens/s",),            # comes with rollout
-    "plan": ("plan / measured GiB at the peak of a step", "plan: flags needed"),
-    # Three runs of grpo.py, whose seconds are of the last step.
-    "awake": ("engine asleep at level 2, s: step, rollout, sync, score, update",
-              "engine left awake, s: the same phases", "the comparison before the first step"),
+    # Three runs of grpo.py.
+    "run": ("a step, s: step, rollout, sync, score, update",
+            "its engine, s: to sleep, to wake and load", "GiB asleep / in the plan",
+            "GiB at the peak of the rollout / in the plan",
+            "GiB at the peak of the training / in the plan", "flags that it needs",
+            "the comparison before the first step"),
+    "awake": ("engine left awake (--sleep_level 0), s: the same phases",),
     "lora": ("--lora_rank 16, its adapter in the engine, s: the same phases",)}
-# An engine starts slowly, so its parts share a process. Each other part has its own.
-ENGINE = ("sync", "sleep", "rollout")
-APART = (("bare",), ("plan",), ("awake",), ("lora",))
-TOGETHER = (("update",), ("compiled",), ("whole",), ("score",), ("head",), ENGINE, *APART)
+# The parts of a process.
+APART = (*((part,) for part in ("update", "compiled", "whole", "score", "short", "head")),
+         ("rollout",), ("bare",), ("run",), ("awake",), ("lora",))
 # It has no peaks.
-ON_CPU = (("make", "update", "whole", "score", "head", *ENGINE), ("compiled",), *APART)
+ON_CPU = (("make", "update", "whole", "score", "short", "head", "rollout"), ("compiled",),
+          ("bare",), ("run",), ("awake",), ("lora",))
 ANCHORS = (                                            # what others have published
     ("prime-rl, its trainer alone, 16,384 tokens, recomputation", "1 x H100", "Qwen3-0.6B: 11.9k "
      "tokens/s, 12.5 GiB; LoRA r16 13.3k tokens/s; Qwen3-4B LoRA 6.2k tokens/s, 23.3 GiB"),
@@ -163,16 +165,20 @@ class Bench:
 
     def batch(self, budget: int) -> Batch:
         """Random sequences of full length that fill two micro-batches."""
+        return self.group_batch(2 * (budget // self.longest), 1, self.prompt, self.completion)
+
+    def group_batch(self, prompts: int, group: int, prompt: int, completion: int) -> Batch:
+        """Random prompts, and completions of each, of so many tokens."""
         random, samples = np.random.default_rng(0), []
 
         def ids(count):
             return random.integers(0, self.shape.vocab, count, dtype=np.int32)
 
-        for i in range(2 * (budget // self.longest)):
-            prompt = Prompt(i, Row(i, "", ids(self.prompt).tolist(), None, {}, ""))
-            logprobs = np.zeros(self.completion, np.float32)
-            completion = Completion(ids(self.completion), logprobs, False)
-            samples.append(Sample(prompt, completion, "", Score(0.0, {}, None)))
+        for i in range(prompts):
+            asked = Prompt(i, Row(i, "", ids(prompt).tolist(), None, {}, ""))
+            for _ in range(group):
+                done = Completion(ids(completion), np.zeros(completion, np.float32), False)
+                samples.append(Sample(asked, done, "", Score(0.0, {}, None)))
         return Batch(samples)
 
     def speed(self, batch: Batch, passes: int, seconds: list[float]) -> list[str]:
@@ -188,14 +194,6 @@ class Bench:
         peak = next((peak for name, peak in PEAK.items() if name in gpu), None)
         share = f" ({rate / peak:.0%} of {peak / 1e12:.0f})" if peak else ""
         return [median([tokens / x for x in seconds]), f"{rate / 1e12:.3g}{share}"]
-
-    def in_use(self) -> float:
-        if not self.card:
-            return dist.peak_memory(self.device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
 
 def median(values: list[float]) -> str:
     """Median and range."""
@@ -267,6 +265,19 @@ def score(bench: Bench) -> list[str]:
     return bench.speed(batch, 1, seconds)
 
 
+def short(bench: Bench) -> list[str]:
+    """Old log-probs of many short completions in one micro-batch, which share their prompts: what
+    the host prepares for a layer is largest beside what the GPU computes in it."""
+    policy = bench.policy()
+    batch = bench.group_batch(32, 8, *((64, 56) if bench.card else (8, 4)))
+
+    def forward(micro):
+        return policy.logprobs(micro, 1.0)[0]
+
+    seconds, = bench.seconds(lambda: batch.score(bench.world, 16384, "score", forward))
+    return [median([1000 * x for x in seconds])]
+
+
 def head(bench: Bench) -> list[str]:
     """token_logprobs alone, as in the update: in the default chunks, and all logits at once."""
     n, vocab, cells, peaks = bench.head, bench.shape.vocab, [], []
@@ -300,39 +311,18 @@ def head(bench: Bench) -> list[str]:
 
 # ---- the engine ----------------------------------------------------------------------------------
 
-def start_engine(bench: Bench) -> None:
+def start_engine(bench: Bench) -> rollout.Engine:
     """The engine as run.py starts it, beside a policy with float32 weights. It has no
     end-of-sequence ids, so all completions are full."""
     policy = bench.policy()
-    bench.before = bench.in_use()
-    bench.engine = rollout.Engine(SimpleNamespace(
+    engine = rollout.Engine(SimpleNamespace(
         world=bench.world, args=policy.args, policy=policy, reference=None, critic=None,
         dtype=bench.dtype, log=SimpleNamespace(time=lambda name: nullcontext()),
         inputs=SimpleNamespace(
             source=str(bench.folder), tokenizer=None, ends=[],
             kv_cache=0 if bench.card else 2**30, plan=SimpleNamespace(longest=bench.longest))))
-    bench.load = lambda: bench.engine.load(policy)
-    bench.load()
-
-
-def sync(bench: Bench) -> list[str]:
-    awake, _, asleep = bench.seconds(bench.load, bench.engine.sleep, bench.load)
-    return [median(awake), median(asleep)]
-
-
-def sleep(bench: Bench) -> list[str]:
-    def wake() -> None:                    # all of it at once: `load` does not, but here is room
-        bench.engine.llm.wake_up()
-        bench.engine.asleep = False
-
-    awake = bench.in_use()
-    bench.engine.sleep()
-    asleep = bench.in_use()
-    bench.load()
-    # Level 2 drops the weights, so they are loaded again.
-    down, up, _ = bench.seconds(bench.engine.sleep, wake, bench.load)
-    freed, taken = (awake - asleep) / plan.GIB, (awake - bench.before) / plan.GIB
-    return [f"{freed:.1f} / {taken:.1f}", median(down), median(up)]
+    engine.load(policy)
+    return engine
 
 
 def generated(bench: Bench, reset, generate) -> list[str]:
@@ -346,11 +336,13 @@ def generated(bench: Bench, reset, generate) -> list[str]:
 
 def engine_rollout(bench: Bench) -> list[str]:
     """Engine.generate: with a seed and log-probs for every request."""
+    engine = start_engine(bench)
+
     def generate(prompts: list[list[int]]) -> None:
         requests = [rollout.Request(ids, rollout.hash_seed(i)) for i, ids in enumerate(prompts)]
-        assert all(c.truncated for c in bench.engine.generate(requests, 1.0))
+        assert all(c.truncated for c in engine.generate(requests, 1.0))
 
-    return generated(bench, bench.engine.llm.reset_prefix_cache, generate)
+    return generated(bench, engine.llm.reset_prefix_cache, generate)
 
 
 def bare(bench: Bench) -> list[str]:
@@ -375,62 +367,72 @@ def bare(bench: Bench) -> list[str]:
     return cells
 
 
-# ---- the plan ------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
-def planned(bench: Bench) -> list[str]:
-    """Three steps of grpo.py with the flags that the plan says it needs. The measured peaks are in
-    metrics.jsonl."""
-    flags = {}
-    if bench.card:
-        small = dict(checkpointing=True, update_tokens=4096, score_tokens=4096)
-        ways = ({}, dict(checkpointing=True), small, small | dict(offload=("params", "optimizer")))
-        flags = next((way for way in ways if plan.Memory(
-            bench.plan(**way), bench.shape, bench.card).fits), None)
-    if flags is None:
-        raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
-    rows, _ = train(bench, flags)
-    most = max(row["memory/peak_gb"] for row in rows)
-    planned = max(plan.Memory(bench.plan(**flags), bench.shape, bench.card).sums) / plan.GIB
-    return [f"{planned:.2f} / {most:.2f}", " ".join(spelled(flags)) or "none"]
+def needed(bench: Bench) -> dict:
+    """The flags with which a step fits, by the plan."""
+    if not bench.card:
+        return {}
+    small = dict(checkpointing=True, update_tokens=4096, score_tokens=4096)
+    for way in ({}, dict(checkpointing=True), small,
+                small | dict(offload=("params", "optimizer"))):
+        if plan.Memory(bench.plan(**way), bench.shape, bench.card).fits:
+            return way
+    raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
 
 
-def train(bench: Bench, flags: dict) -> tuple[list[dict], str]:
-    """Three steps of grpo.py → the lines of metrics.jsonl, and what it printed."""
+def train(bench: Bench, flags: dict) -> Ran:
+    """Three steps of grpo.py, watched."""
     given, names = values_of(bench.plan().args), (
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}
-             | dict(steps=3, name="plan", export=False, try_worst_case="off") | flags)
+             | dict(steps=3, name="bench", export=False) | flags)
+    if "try_worst_case" in values_of(grpo.Args()):  # of a part, which may be removed
+        given["try_worst_case"] = "off"
     shutil.rmtree(bench.folder / "runs", ignore_errors=True)
-    done = subprocess.run([sys.executable, ROOT / "grpo.py", *spelled(given)],
-                          cwd=bench.folder, capture_output=True, text=True)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise RuntimeError(f"grpo.py ended with status {done.returncode}: {last}")
-    return log.read_metrics(bench.folder / "runs/plan/metrics.jsonl"), done.stdout + done.stderr
+    out = bench.folder / "run.txt"
+    status = start([sys.executable, ROOT / "tools/watched.py", "grpo.py", *spelled(given)], out,
+                   float("inf"), cwd=bench.folder)
+    if status:
+        raise RuntimeError(f"grpo.py ended with status {status}: {cause(out.read_text())}")
+    return Ran(bench.folder / "runs/bench", out.read_text())
 
 
-def phases(rows: list[dict]) -> str:
+def phases(run: Ran) -> str:
     """The seconds of the last step."""
     names = "step", "rollout", "sync", "score", "update"
-    return ", ".join(f"{rows[-1].get(f'time/{name}', 0.0):.3g}" for name in names)
+    return ", ".join(f"{run.steps[-1].get(f'time/{name}', 0.0):.3g}" for name in names)
+
+
+def whole_run(bench: Bench) -> list[str]:
+    """Steps with the engine asleep while the trainer works, as by default."""
+    flags = needed(bench)
+    run = train(bench, flags)
+    gib, by_plan = run.watched["gib"], run.watched["plan"]
+    slept, loaded = (run.watched["seconds"][name][-1] for name in ("sleep", "load"))
+    peak = max(row["memory/peak_gb"] for row in run.steps)
+    memory = ["only on GPU"] * 3
+    if bench.card:
+        memory = [f"{gib['asleep'] - gib['before']:.2f} / {by_plan['asleep']:.2f}",
+                  f"{gib['rollout']:.2f} / {by_plan['rollout']:.2f}",
+                  f"{peak:.2f} / {by_plan['training']:.2f}"]
+    return [phases(run), f"{slept:.3g}, {loaded:.3g}", *memory, " ".join(spelled(flags)) or "none",
+            run.compared[0]]
 
 
 def awake(bench: Bench) -> list[str]:
-    """Steps with the engine asleep at level 2 while the trainer works, and with one that is left
-    awake, where that fits by the plan."""
+    """Steps with an engine that is left awake, where that fits by the plan."""
     if bench.card and not plan.Memory(bench.plan(sleep_level=0), bench.shape, bench.card).fits:
         raise Skip("by the plan the engine does not fit beside the trainer")
-    asleep, printed = train(bench, dict(sleep_level=2))
-    left, _ = train(bench, dict(sleep_level=0))
-    said = [line.strip() for line in printed.splitlines() if "in nats a token" in line]
-    return [phases(asleep), phases(left), *(said or ["0 lines of it were printed"])[:1]]
+    return [phases(train(bench, dict(sleep_level=0)))]
 
 
 def lora(bench: Bench) -> list[str]:
     """Steps whose new weights are an adapter that the engine takes as one."""
-    rows, _ = train(bench, dict(lora_rank=16, lora_sync="adapter"))
-    return [phases(rows)]
+    if "lora_rank" not in values_of(grpo.Args()):
+        raise Skip("parts/lora is removed")
+    return [phases(train(bench, dict(lora_rank=16, lora_sync="adapter")))]
 
 
 def spelled(flags: dict) -> list[str]:
@@ -467,9 +469,9 @@ def make(bench: Bench) -> None:
         json.dumps({"metadata": {}, "weight_map": files}))
 
 
-PARTS = {"make": make, "update": update, "score": score, "head": head, "sync": sync,
-         "sleep": sleep, "rollout": engine_rollout, "bare": bare, "plan": planned,
-         "compiled": compiled, "whole": whole, "awake": awake, "lora": lora}
+PARTS = {"make": make, "update": update, "score": score, "short": short, "head": head,
+         "rollout": engine_rollout, "bare": bare, "compiled": compiled, "whole": whole,
+         "run": whole_run, "awake": awake, "lora": lora}
 
 
 def attempt(function, bench: Bench) -> dict:
@@ -486,39 +488,46 @@ def child(bench: Bench, parts: list[str]) -> None:
     """Runs parts, and prints one line of JSON for each when it is done."""
     if importlib.util.find_spec("flashinfer") is None:     # vLLM's default sampler on some GPUs
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    engine = None
     for part in parts:
-        if part in ENGINE and engine is None:
-            engine = attempt(start_engine, bench)
-        failed = part in ENGINE and "failed" in engine
-        line = engine if failed else attempt(PARTS[part], bench)
-        print(json.dumps({"part": part} | line), flush=True)
+        print(json.dumps({"part": part} | attempt(PARTS[part], bench)), flush=True)
     os._exit(0)                            # with an engine's threads alive, a normal exit may hang
 
 
 def launch(name: str, folder: Path, card: float | None, parts: list[str],
            limit: float) -> dict[str, dict]:
-    """Runs the parts in a process of their own → {part: its line, or why there is none}."""
-    print(f"{name}: {' '.join(parts)} ...", file=sys.stderr, flush=True)
-    env = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if card else {"CUDA_VISIBLE_DEVICES": ""})
-    command = [sys.executable, __file__, "--child", name, str(folder), str(card or 0), *parts]
-    # Files, because vLLM's own processes would keep pipes open.
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=env,
-                                   start_new_session=True)
-        try:
-            why = f"its process ended with status {process.wait(limit)}"
-        except subprocess.TimeoutExpired:
-            why = f"it took more than {limit:.0f} s (--limit)"
-        with suppress(ProcessLookupError):         # vLLM's processes, and with them their memory
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        out.seek(0)
-        err.seek(0)
-        lines = [json.loads(line) for line in out if line.startswith('{"part"')]
-        why += f"; its last line: {(err.read().strip().splitlines() or ['none'])[-1]}"
-    found = {line["part"]: line for line in lines}
-    return {part: found.get(part, {"failed": why}) for part in parts}
+    """Runs the parts in a process of their own → {part: its line, or why there is none}. The
+    figures of each are printed as soon as they are there."""
+    out, found = folder / "part.txt", {}
+    env = {} if card else {"CUDA_VISIBLE_DEVICES": ""}
+
+    def look() -> None:
+        for line in out.read_text(errors="replace").splitlines():
+            part = line.startswith('{"part"') and line.endswith("}") and json.loads(line)
+            if part and part["part"] not in found:
+                found[part["part"]] = part
+                tell(name, part)
+
+    try:
+        status = start([sys.executable, __file__, "--child", name, folder, card or 0, *parts], out,
+                       limit, look, **env)
+        why = f"its process ended with status {status}: {cause(out.read_text(errors='replace'))}"
+    except Wrong as hung:
+        why = str(hung)
+    look()
+    for part in parts:
+        if part not in found:
+            found[part] = {"part": part, "failed": why}
+            tell(name, found[part])
+    return found
+
+
+def tell(name: str, line: dict) -> None:
+    """Prints what a part found."""
+    part, kind = line["part"], next(iter(line.keys() & {"failed", "skipped"}), None)
+    lines = [f"{part} {kind}: {line[kind]}"] if kind else [
+        f"{row}: {cell}" for row, cell in zip(ROWS.get(part, ()), line["cells"] or (), strict=True)]
+    for text in lines:
+        print(f"{name:<5} {text}", flush=True)
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -544,7 +553,7 @@ def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float)
         made = {}
         if card:
             made = launch(name, folder, card, ["make"], limit)["make"]
-        for together in TOGETHER if card else ON_CPU:
+        for together in APART if card else ON_CPU:
             parts = [part for part in together if part in (*only, "make")]
             if parts and "failed" in made:
                 lines = dict.fromkeys(parts, made)

@@ -5,6 +5,7 @@
 Forward and backward of (n, H) hidden states through a head (V, H), each way in a process of its
 own.
 """
+import argparse
 import resource
 import subprocess
 import sys
@@ -83,7 +84,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        measure(sys.argv[1], tuple(map(int, sys.argv[2:])))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("one", nargs="*", help=argparse.SUPPRESS)  # a way and its sizes
+    one = parser.parse_args().one
+    if one:
+        measure(one[0], tuple(map(int, one[1:])))
     else:
         main()

@@ -255,13 +255,16 @@ def flops_growth(run: Run, values: tuple[int, ...]) -> None:
     print(f"| growth | the same by FLOPs | {factors} | |", flush=True)
 
 
-def main() -> None:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="3m")
     parser.add_argument("--only", default="rollout,update,score,rest,batch,group,max_tokens")
     parser.add_argument("--times", type=int, default=5)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     only = options.only.split(",")
     os.chdir(ROOT)
     args = grpo.Args(
@@ -287,4 +290,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    dist.run(main, options_of())  # which ends the process

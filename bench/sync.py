@@ -77,7 +77,7 @@ def serve(size: str, completions: int) -> None:
     engine.close()
 
 
-def main() -> None:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path, help="a checkout of another commit")
@@ -87,10 +87,14 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=0, help="time their sampling instead")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not (options.serve or options.beside):
+        parser.error("--beside FOLDER must be given: seconds of one checkout say nothing.")
+    return options
+
+
+def main(options: argparse.Namespace) -> None:
     if options.serve:
         return serve(options.only, options.completions)
-    if not options.beside:
-        parser.error("--beside FOLDER must be given: seconds of one checkout say nothing.")
     print("| model | ranks | CPU seconds | ratio | the same samples |\n|---|---|---|---|---|")
     for size in [options.only] if options.only else SIZES:
         random_model(size)
@@ -105,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    dist.run(main, options_of())  # which ends the process

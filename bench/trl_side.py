@@ -1,4 +1,4 @@
-"""TRL's half of bench/trl.py, run by the Python of .venv-trl: GRPOTrainer with grpo.py's settings.
+"""TRL's half of bench/beside_trl.py, run by .venv-trl: GRPOTrainer with grpo.py's settings.
 
 It writes one JSON object a step, with the names of grpo.py's metrics.jsonl. `time/rollout` is
 generation alone. `time/step` is from a step's begin to its optimizer step, as in grpo.py: without

@@ -3,7 +3,7 @@
 
     python bench/trl_vision.py --steps 12
 
-TRL has no engine here, so it has no gap to one; ours is printed. bench/trl.py says how it is timed.
+TRL has no engine here, so it has no gap to one; ours is printed. Timing: beside_trl.py.
 """
 import argparse
 import json
@@ -17,7 +17,7 @@ import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
 import data
-from bench import trl
+from bench import beside_trl as trl
 from examples import squares
 
 

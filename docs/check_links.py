@@ -4,6 +4,7 @@ has a link to a thread, or to a file at a commit.
 
     python docs/check_links.py          # the names that are not there, the claims without a link
 """
+import argparse
 import ast
 import re
 import sys
@@ -83,6 +84,9 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     found = [sentence for page in pages() for sentence in check(page)]
     found += [sentence for page in pages() for sentence in unlinked(page)]
     print("\n".join(found) or "every name is in its file, every claim has a link")

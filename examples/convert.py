@@ -2,6 +2,7 @@
 
     python examples/convert.py chats rows.jsonl > mine.jsonl
 """
+import argparse
 import ast
 import json
 import sys
@@ -51,6 +52,10 @@ def pandas(row):
 
 
 if __name__ == "__main__":
-    form, spec = sys.argv[1:]
-    for row in data.read(spec)[0]:
-        print(json.dumps(globals()[form](row)))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("form", choices=["chats", "alpaca", "pandas"])
+    parser.add_argument("data", help="rows, as --data takes them")
+    options = parser.parse_args()
+    for row in data.read(options.data)[0]:
+        print(json.dumps(globals()[options.form](row)))

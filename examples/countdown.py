@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from examples.numbers import SAME, number_of
+from examples.exact import SAME, number_of
 from verifiers import answers_of, last_answer
 
 ASK = ("Using the numbers {nums}, each exactly once, and + - * /, reach {target}. Show your work "

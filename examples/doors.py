@@ -7,6 +7,7 @@ There are ten doors, and the prize is always behind the same one. The player ope
 first turn, and is paid at once. Then it says many digits, which pay nothing. `chats` are games in
 which each digit is drawn at random: sft.py learns from them what can be said.
 """
+import argparse
 import json
 import random
 from pathlib import Path
@@ -47,4 +48,7 @@ def main():
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     main()

@@ -7,6 +7,7 @@
 one whose steps depend on its seed and the actions alone can be played again. A row with "slippery":
 true is the game as gymnasium has it, where only one move in three goes where the player says.
 """
+import argparse
 import json
 import re
 
@@ -54,6 +55,9 @@ def shown(rows, place):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     maps = [generate_random_map(size=4, seed=seed) for seed in range(2000)]  # some are equal
     for lake in list({str(lake): lake for lake in maps}.values())[:300]:
         print(json.dumps({"prompt": RULES.format(shown(lake, 0)), "map": lake}))

@@ -9,8 +9,8 @@ has its own seed, so all completions of a prompt play the same game. GEM draws f
 for all of its games: those that draw in a step, such as 2048, break the contract of
 parts/turns/.
 """
+import argparse
 import json
-import sys
 
 ROWS = 200
 
@@ -45,8 +45,10 @@ class Game:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("error: which game? Would work: game:GuessTheNumber-v0-easy")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("game", help="such as game:GuessTheNumber-v0-easy")
+    game = parser.parse_args().game
     for seed in range(ROWS):
-        _, said = make(sys.argv[1], seed)
-        print(json.dumps({"prompt": said, "game": sys.argv[1], "seed": seed}))
+        _, said = make(game, seed)
+        print(json.dumps({"prompt": said, "game": game, "seed": seed}))

@@ -7,7 +7,7 @@ Rows and reward in one file: --data examples/gsm8k.py:rows --eval_data examples/
 import re
 from fractions import Fraction
 
-from examples.numbers import FORM, plain, value
+from examples.exact import FORM, plain, value
 from verifiers import any_answer, last_boxed
 
 SCALES = {"": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,

@@ -7,6 +7,7 @@
 The idea is IFEval's (https://arxiv.org/abs/2311.07911) and Tulu 3's. Copy this file for a task of
 your own: `KINDS` makes a row, `follows` grades a completion.
 """
+import argparse
 import json
 import random
 import re
@@ -105,6 +106,9 @@ def follows(completion, rule, **row):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     folder = Path("runs/instructions")
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in (("train", 100), ("test", 20)):

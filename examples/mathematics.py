@@ -22,7 +22,7 @@ import functools
 import logging
 import re
 
-from examples.numbers import plain
+from examples.exact import plain
 from verifiers import any_answer, last_boxed
 
 # Arithmetic: all that sympy may evaluate.

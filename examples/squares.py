@@ -8,6 +8,7 @@ and places; swapped.jsonl has the rows of test.jsonl with the answers of others:
 sees nothing could reach. The model is an Idefics3 (SmolVLM) of 0.3 M parameters; those of Qwen-VL
 need torchvision.
 """
+import argparse
 import json
 import random
 import sys
@@ -40,6 +41,7 @@ CHATML = (  # a message is text, or a list of texts and images
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 QWENS_CHATML = CHATML.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+KINDS = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6])
 
 
@@ -154,4 +156,8 @@ def main(folder: Path = Path("runs/squares"), *kinds: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path("runs/squares"), *sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []],
+                        metavar="KIND", help=", ".join(KINDS))
+    main(Path("runs/squares"), *parser.parse_args().kinds)

@@ -5,6 +5,7 @@
 
 See docs/use/start.md. A run makes the model that it needs: --model tiny, tiny:kk or tiny:guess.
 """
+import argparse
 import fcntl
 import os
 import random
@@ -266,7 +267,11 @@ def ensure(root="runs", task="sort"):
     return folder
 
 
-def main(tasks):
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(TASKS))
+    tasks = parser.parse_args().tasks
     if unknown := [task for task in tasks if task not in TASKS]:
         sys.exit(f"error: tiny.py has no task {unknown[0]!r}; it has {', '.join(TASKS)}.")
     for task in tasks or TASKS:
@@ -274,4 +279,4 @@ def main(tasks):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -10,6 +10,7 @@ The chat template shows a row's `tools`, the schemas, to the model. TOOL_PARSER 
 parser that vLLM has for its calls (https://docs.vllm.ai/en/latest/features/tool_calling.html).
 Copy this file for tools of your own: write a function, and name it in FUNCTIONS.
 """
+import argparse
 import ast
 import json
 import logging
@@ -108,7 +109,10 @@ def check_parser():
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from data import read
-    for row in read(sys.argv[1])[0]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="rows, as --data takes them")
+    for row in read(parser.parse_args().data)[0]:
         print(json.dumps(row | {"tools": SCHEMAS}))
 else:  # at the start of a worker: to import vLLM takes longer than a reply may
     from transformers import AutoTokenizer

@@ -17,4 +17,4 @@ def test():
     assert why is None, why
 
 
-# In the project: `if completion.strip() in (text,` in examples/numbers.py.
+# In the project: `if completion.strip() in (text,` in examples/exact.py.

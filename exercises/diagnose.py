@@ -6,11 +6,12 @@ curves/9.json and so on are metrics of real runs of the tiny model, one value a 
 them). Each cause below has the metric that shows it, and checks: each returns a sentence where the
 run contradicts the cause, else None.
 """
+import argparse
 import json
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+NUMBERS = range(9, 14)
 GAP, ENTROPY, REWARD = "rollout/logprob_gap_mean", "policy/entropy", "reward/mean"
 LENGTH = "rollout/length_mean"
 ROUNDING = 1e-5  # nats; the tiny model computes in float32
@@ -147,4 +148,7 @@ def main(number: int):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=int, choices=[*NUMBERS], help="of an exercise")
+    main(parser.parse_args().number)

@@ -4,6 +4,7 @@
     python exercises/exercise.py 3 --solution    # show the solution, and run it
     python exercises/exercise.py                 # all, as they are
 """
+import argparse
 import re
 import sys
 import traceback
@@ -36,8 +37,15 @@ def run(number: int, part: str = "") -> str | None:
 
 
 def main() -> int:
-    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()] or [*SOLUTIONS]
-    solved, failed = "--solution" in sys.argv, []
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER",
+                        help=f"1 to {max(SOLUTIONS)}; all without one")
+    parser.add_argument("--solution", action="store_true")
+    options = parser.parse_args()
+    numbers, solved, failed = options.numbers or [*SOLUTIONS], options.solution, []
+    if unknown := {*numbers} - {*SOLUTIONS}:
+        parser.error(f"there is no exercise {unknown.pop()}: 1 to {max(SOLUTIONS)}.")
     for number in numbers:
         if solved:
             print(SOLUTIONS[number].strip("\n"))

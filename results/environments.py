@@ -65,8 +65,9 @@ CONTROL = ["environment:0", "examples/coin.py:coin"]
 HELD_OUT, SKILLED = 50, 0.4
 TEXT = """# Environments of libraries, learned
 
-`python results/environments.py` makes this page; its head tells what is run. Numbers are the mean
-over the seeds (lowest to highest). Of each held-out row four games are sampled, as in training.
+`python results/environments.py` <!-- walk: not typed: hours --> makes this page; its head tells
+what is run. Numbers are the mean over the seeds (lowest to highest). Of each held-out row four
+games are sampled, as in training.
 
 """
 

@@ -51,14 +51,14 @@ COMMON = ("--reward exact --max_prompt_tokens 64 --max_tokens 12 --update_tokens
           "--score_tokens 2048 --save_every 0 --warmup_steps 3").split()
 TEXT = """# Five roads from one small base
 
-`python results/roads.py --model runs/smollm2` makes this page: SmolLM2-135M-Instruct (see
-[README.md](README.md)) reverses 3 to 5 letters. `grpo` begins with the base: it is the control.
-`sft` learns 128 right answers, `sft-long` 800 (400 rows, twice). `sft-grpo` begins with the sft
-policy. `distill` begins with the base, and the sft-grpo policy teaches it. Columns with "in all"
-count the roads before it too. Seconds are those of the training steps, without starts and
-evaluations; other runs had the other core, so they compare the roads only roughly. A policy is
-saved in the base's bfloat16, so the next road begins beside it: see "held-out before". The machine:
-MACHINE.
+`python results/roads.py --model runs/smollm2` <!-- walk: not typed: hours --> makes this page:
+SmolLM2-135M-Instruct (see [README.md](README.md)) reverses 3 to 5 letters. `grpo` begins with the
+base: it is the control. `sft` learns 128 right answers, `sft-long` 800 (400 rows, twice).
+`sft-grpo` begins with the sft policy. `distill` begins with the base, and the sft-grpo policy
+teaches it. Columns with "in all" count the roads before it too. Seconds are those of the training
+steps, without starts and evaluations; other runs had the other core, so they compare the roads only
+roughly. A policy is saved in the base's bfloat16, so the next road begins beside it: see "held-out
+before". The machine: MACHINE.
 
 """
 

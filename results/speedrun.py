@@ -5,6 +5,7 @@
 
 results/speedrun.md has the rule and the table.
 """
+import argparse
 import os
 import shutil
 import subprocess
@@ -59,13 +60,17 @@ def text(found: list[tuple[float, int, int]]) -> str:
             f", {steps.mean():.1f} steps, {tokens.mean():,.0f} tokens")
 
 
-def main(script: str = "grpo.py", *flags: str):
+def main(script: str, flags: list[str]):
     found = []
     for seed in SEEDS:
-        found.append(reached(run(script, [*flags], seed)))
+        found.append(reached(run(script, flags, seed)))
         print(f"seed {seed}: {found[-1][0]:.1f} s, {found[-1][1]} steps", flush=True)
     print(text(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", nargs="?", default="grpo.py", help="your copy of grpo.py")
+    options, flags = parser.parse_known_args()
+    main(options.script, flags)

@@ -2,6 +2,7 @@
 
     python results/table.py      writes those of the page, and prints them with every control
 """
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -112,6 +113,9 @@ def tables(controls: bool = False) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
     page.write_text(text + mark + tables())

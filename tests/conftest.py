@@ -13,13 +13,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from tyro._docstrings import _ClassTokenization
 
+from forked import PYTHON
+
 torch.set_num_threads(1)  # the workers share the cores, and threads that wait for others spin
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a machine has GPUs
-os.environ["PYTHON_EXEC"] = str(Path(__file__).parent / "python")  # torchrun's ranks: forked.py
+os.environ["PYTHON_EXEC"] = PYTHON  # torchrun's ranks
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 os.environ.pop("STARTED_AS", None)  # ./run.sh test's own: a run would print it as its command
 
@@ -39,10 +41,11 @@ PROMISES = {
     "Each formula is the paper's": "losses",
     "The engine is the policy": "engine model",
     "A reward cannot hang a run, and nothing that a model wrote is executed": "rewards numbers",
-    "Each row and template is read as transformers reads it, or refused": "rows ends",
-    "A run does what its flags say, and shows what it did": "run compare tiny nano",
+    "Each row and template is read as transformers reads it, or refused": "rows ends dates",
+    "A run does what its flags say, and shows what it did": "run set_up compare tiny nano",
     "No rank decides alone, and a rank that fails ends all": "dist",
-    "The pages are true, and their commands run": "pages exercises bench_gpu host",
+    "The pages are true (./run.sh walk types what they say)":
+        "pages walk exercises bench_gpu first_hour host",
     "The code is written to be read, in layers": "style"}
 
 
@@ -70,15 +73,18 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Prints of each promise whether it holds, how many tests passed, their seconds, and the tests
-    that break it. It holds only if all its files ran, whole. Under pytest-xdist the process that
-    prints has the reports of all workers."""
+    """Prints of each promise whether it holds, how many tests passed, their seconds, the tests that
+    break it, and why others were skipped. It holds only if all its files ran, whole. Under
+    pytest-xdist the process that prints has the reports of all workers."""
     part = (exitstatus > 1 or config.option.keyword or config.option.maxfail
             or any("::" in word for word in config.args))
     seconds, passed, broken = Counter(), defaultdict(list), defaultdict(list)
+    skipped = defaultdict(Counter)  # {promise: {why: how many tests}}
     for outcome, reports in terminalreporter.stats.items():
-        for report in reports if outcome in ("", "passed", "failed", "error") else ():
+        for report in reports if outcome in ("", "passed", "failed", "error", "skipped") else ():
             promise = promise_of(report.nodeid)
+            if outcome == "skipped":
+                skipped[promise][report.longrepr[2].removeprefix("Skipped: ")] += 1
             seconds[promise] += getattr(report, "duration", 0.0)
             if outcome in ("failed", "error"):
                 broken[promise].append(report.nodeid)
@@ -90,8 +96,10 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     for promise in dict.fromkeys([*PROMISES, *sorted(seconds)]):
         missing = {*PROMISES.get(promise, "").split()} - {*passed[promise]}
         state = ("BROKEN" if broken[promise] else "not asked" if not passed[promise] else
-                 "in part" if missing or part else "holds")
+                 "in part" if missing or part or skipped[promise] else "holds")
         terminalreporter.line(f"{state:9} {seconds[promise]:6.1f} s  {promise} "
                               f"({len(passed[promise])} tests)")
+        for why, count in skipped[promise].items():
+            terminalreporter.line(f"{'':20}{count} skipped: {why}")
         for nodeid in broken[promise]:
             terminalreporter.line(f"{'':20}{nodeid}")

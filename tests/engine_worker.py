@@ -2,6 +2,7 @@
 
 Several things are measured with one engine, because its start takes the time. Rank 0 writes OUT.
 """
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -92,4 +93,9 @@ def main(folder: str, out: str, tp: str) -> None:
 
 
 if __name__ == "__main__":
-    dist.run(main, *sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for word in "folder", "out", "tp":
+        parser.add_argument(word)
+    options = parser.parse_args()
+    dist.run(main, options.folder, options.out, options.tp)

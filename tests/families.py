@@ -3,6 +3,7 @@
 `python tests/families.py` tries the models of family_cases.CASES, `python tests/families.py X` one
 of them by its name, or any other model_type of transformers (half a minute each).
 """
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -203,4 +204,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a case, or a model_type")
+    main(parser.parse_args().names)

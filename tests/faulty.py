@@ -124,6 +124,8 @@ class Wandb:
 
 
 def main() -> None:
+    if sys.argv[1:] in ([], ["--help"]):
+        return print(__doc__)
     script = importlib.import_module(sys.argv.pop(1).replace("/", "."))
     for one in os.environ.get("FAULTS", "").split():
         place, *how = one.split(":")

@@ -33,8 +33,10 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+INTERPRETER = os.environ["PYTHON_OF_TESTS"] = os.path.abspath(sys.executable)  # `python` starts it
 ADDRESS = Path(tempfile.gettempdir(), "forked-" + hashlib.sha1(
-    f"{HERE} {os.getuid()} {Path(__file__).stat().st_mtime_ns}".encode()).hexdigest()[:12])
+    f"{INTERPRETER} {HERE} {os.getuid()} {Path(__file__).stat().st_mtime_ns}".encode()
+    ).hexdigest()[:12])
 PYTHON = str(HERE / "python")
 IDLE = 60  # seconds until a server without a client ends
 LATER = (  # what libraries import in the middle of a run
@@ -96,7 +98,7 @@ def connect() -> socket.socket:
 
 def start_server() -> None:
     """It listens when it closes its standard output."""
-    server = subprocess.Popen([sys.executable, __file__, "--serve"], start_new_session=True,
+    server = subprocess.Popen([INTERPRETER, __file__, "--serve"], start_new_session=True,
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=open(f"{ADDRESS}.log", "w"), cwd="/")
     server.stdout.read()
@@ -125,7 +127,7 @@ def preload() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     for name, module in list(sys.modules.items()):  # a script imports its own files
         file = Path(getattr(module, "__file__", None) or "/")
-        ours = file.is_relative_to(HERE.parent) and ".venv" not in file.parts
+        ours = file.is_relative_to(HERE.parent) and not file.is_relative_to(sys.prefix)
         if ours and name != "__main__":
             del sys.modules[name]
     del sys.path[0]
@@ -242,5 +244,7 @@ def become(request: dict, files: list[int]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve()
+    elif sys.argv[1:] == ["--help"]:
+        print(__doc__)
     else:
         client()

@@ -7,6 +7,7 @@ it.
 A page that goes on where another ends begins with
 `globals().update(names_after("docs/learn/one_step.md"))`.
 """
+import argparse
 import io
 import os
 import re
@@ -60,8 +61,13 @@ def run(path: Path, write: bool) -> bool:
 
 
 if __name__ == "__main__":
-    found = run(Path(sys.argv[1]), "--write" in sys.argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    found = run(options.page, options.write)
     if found:
-        print(f"{sys.argv[1]}: every number is what its code prints")
+        print(f"{options.page}: every number is what its code prints")
     sys.stdout.flush()
     os._exit(not found)

@@ -25,25 +25,32 @@ from tools import float64
 from tools.prove import VOCAB
 from tracked import ROOT
 
+HIDDEN, JOB = {"CUDA_VISIBLE_DEVICES": ""}, {"STARTED_AS": "./run.sh ppo"}
+DRIVER, NO_BACKEND = "/dev/nvidiactl", "Would work: a driver of version 580 or newer, .*-cpu/bin"
 
-@pytest.mark.parametrize("count, environ, devices, said", [
-    (4, {}, ["/dev/nvidia0"], None),
-    (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, ["/dev/nvidia0"], "sees 2 .CUDA_VISIBLE_DEVICES is 0,1.. "
+
+@pytest.mark.parametrize("count, cuda, environ, device, said", [
+    (4, "13.0", {}, DRIVER, None), (0, None, HIDDEN, DRIVER, None), (0, None, {}, "", None),
+    (2, "13.0", {"CUDA_VISIBLE_DEVICES": "0,1"}, DRIVER, "sees 2 .CUDA_VISIBLE_DEVICES is 0,1.. "
      "Would work: torchrun --nproc_per_node 2."),
-    (0, {}, ["/dev/nvidia0"], "Would work: a driver of version 580 or newer"),
-    (0, {"CUDA_VISIBLE_DEVICES": ""}, ["/dev/nvidia0"], None), (0, {}, [], None)])
-def test_more_ranks_than_gpus_and_a_driver_that_is_too_old_are_refused(
-        monkeypatch, count, environ, devices, said):
+    (1, "13.0", JOB, DRIVER, r"Would work: RANKS=1 \./run\.sh ppo\."),
+    (0, "13.0", {}, DRIVER, NO_BACKEND), (0, "13.0", JOB | HIDDEN, DRIVER, NO_BACKEND),
+    (0, None, {}, DRIVER, r"Would work: \./run\.sh setup, or CUDA_VISIBLE_DEVICES= for a run on")])
+def test_ranks_without_a_gpu_each_are_refused_with_what_works(
+        monkeypatch, count, cuda, environ, device, said):
     """Four ranks, with the other mistakes of the flags. It was "AssertionError: Invalid device id",
     from inside torch; with the old driver, of which torch sees no GPU, the run took the CPU in
-    silence."""
+    silence. cuda: what the build of torch is for. vLLM's of the same set-up has nothing for a CPU,
+    so no message sends a run there with it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(dist.os, "environ", environ)
-    monkeypatch.setattr(dist.os.path, "exists", devices.__contains__)
+    monkeypatch.setattr(dist.os.path, "exists", lambda path: path == device)
     with pytest.raises(SettingsError, match="--batch must be at least 1") as caught:
         inputs.read_inputs(fakes.args(batch=0), 4, 4)
     found = re.search(said or "4 ranks on this machine need", str(caught.value))
     assert bool(found) == bool(said)
+    assert cuda is None or "CUDA_VISIBLE_DEVICES= " not in str(caught.value)
 
 
 # ---- the engine

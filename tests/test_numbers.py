@@ -12,9 +12,9 @@ import pytest
 import verifiers
 from examples import formats, mathematics
 from examples.countdown import countdown
+from examples.exact import exact, number_of
 from examples.gsm8k import gsm8k
 from examples.mathematics import math_reward
-from examples.numbers import exact, number_of
 from tables import table
 
 APART = ",|{,}|\\,|\\;|\\!| |\u00a0|\u202f|\u2009|'|’".split("|")  # of thousands

@@ -6,7 +6,9 @@ import ast
 import io
 import re
 import shutil
+import sys
 import tokenize
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,19 @@ def test_the_house_is_drawn_in_the_words_with_which_its_files_begin():
     assert [name for name, _ in drawn] == ORDER
     for name, words in drawn:
         assert ast.get_docstring(TREES[f"{name}.py"]).startswith(f"{name}.py: {words}"), name
+
+
+def test_no_file_hides_a_module():
+    """Python puts the folder of a script first in sys.path, and a worker that of a reward's file:
+    there numbers.py would be `import numbers` to every library. Nor may a file have the name of a
+    package that some set-up of the project installs, as in `trl==1.16.0`."""
+    installed = {name.partition("/")[0] for name in packages_distributions()}
+    pinned = {name.replace("-", "_").lower() for path in tracked() if path.suffix in (".py", ".sh")
+              for name in re.findall(r"([A-Za-z][\w-]*)(?:\[\w,]*\])?==", path.read_text())}
+    assert {"torch", "numpy"} <= installed and {"gguf", "accelerate"} <= pinned
+    hidden = {*sys.stdlib_module_names} | installed | pinned
+    assert not [name for name in PYTHON if Path(name).stem in hidden]
+    assert not {Path(name).parts[0] for name in PYTHON if "/" in name} & hidden
 
 
 def test_functions_and_files_are_short():

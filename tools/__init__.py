@@ -4,4 +4,5 @@ prove.py: does an edited `learn` keep seven promises? float64.py: what prove and
 plot.py, samples.py, compare.py: curves, completions, two runs beside each other.
 report.py: a page (parts/report/).
 export.py: a model of any checkpoint.
+first_hour.py, watched.py: does a GPU compute what a CPU does? What a run uses of it.
 """

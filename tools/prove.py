@@ -17,6 +17,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import numpy as np
 import torch
 from torch.distributed.tensor import distribute_tensor
@@ -327,9 +329,10 @@ def prove(file, args) -> bool:
 
 
 def load(path: str):
-    """A file of grpo.py's form, as a module."""
-    sys.path.append(str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"proved_{Path(path).stem}", path)
+    """A file of grpo.py's form, found here or in the project, as a module."""
+    file = Path(path) if Path(path).exists() else Path(__file__).parent.parent / path
+    sys.path.append(str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
     file = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = file  # dataclasses look their module up
     spec.loader.exec_module(file)

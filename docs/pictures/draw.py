@@ -6,6 +6,7 @@
 Numbers come from where they are made: docs/learn/one_step.md, plan.py, results/,
 exercises/curves/.
 """
+import argparse
 import json
 import re
 import sys
@@ -387,10 +388,13 @@ PICTURES = {name: made for name, made in PICTURES.items() if (HERE / f"{name}.sv
 
 
 def main() -> None:
-    unknown = set(sys.argv[1:]) - PICTURES.keys()
-    if unknown:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="PICTURE", help=", ".join(PICTURES))
+    names = parser.parse_args().names
+    if unknown := {*names} - PICTURES.keys():
         sys.exit(f"error: no picture {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
-    for name in sys.argv[1:] or PICTURES:
+    for name in names or PICTURES:
         (HERE / f"{name}.svg").write_text(PICTURES[name]())
 
 

@@ -31,10 +31,10 @@ def unpacked(page: Path) -> tuple[dict, list]:
     return data(found["head"]), [data(x) if x else None for x in found["blocks"]]
 
 
-def made_up(prompt: int, *texts: str, **more) -> dict:
+def made_up(position: int, /, *texts: str, **more) -> dict:
     """A line of samples/ with these tokens, of which the second one was put in."""
-    n, rng = len(texts), random.Random(prompt)
-    return {"position": prompt, "prompt": f"prompt {prompt}", "completion": "".join(texts),
+    n, rng = len(texts), random.Random(position)
+    return {"position": position, "prompt": f"prompt {position}", "completion": "".join(texts),
             "turns": [{"role": "assistant", "content": "".join(texts)}], "answer": "a",
             "reward": rng.random(), "rewards": {"exact": 1.0}, "advantage": rng.gauss(0, 1),
             "tokens": n, "truncated": False, "token_texts": [*texts],
@@ -43,8 +43,10 @@ def made_up(prompt: int, *texts: str, **more) -> dict:
 
 
 def run_of(folder: Path, steps: int, rows, **args) -> Path:
-    """A run with rows in samples/, an evaluation, and a large gap in step 2."""
-    metrics = [{"step": step, "reward/mean": step / 9, "rollout/logprob_gap_mean": 9.0 * (
+    """A run with rows in samples/, an evaluation, and a large gap in step 2. Its rewards are those
+    of its seed."""
+    first = args.get("seed", 0)
+    metrics = [{"step": step, "reward/mean": (first + step) / 9, "rollout/logprob_gap_mean": 9.0 * (
         step == 2)} for step in range(steps)]
     metrics.append({"step": steps - 1, "eval/rows": 9, "eval/pass@1": 0.5})
     samples = {f"step_{step:05d}": rows for step in range(steps)}
@@ -155,7 +157,7 @@ def test_it_opens_in_a_browser_and_texts_do_nothing(tmp_path):
         it = play.chromium.launch(executable_path=path, args=["--no-sandbox"]).new_page()
         said, asked = [], []
         for event in "console", "pageerror", "dialog":
-            it.on(event, said.append)
+            it.on(event, lambda what: said.append(what))
         it.on("request", lambda request: asked.append(request.url))
         it.goto(page.resolve().as_uri())
         it.wait_for_selector("body[data-ready]")

@@ -1,9 +1,9 @@
 """grpo.py beside TRL's GRPOTrainer on CPU: seconds per step, peak memory, and how the two learn.
 
-    python bench/trl.py                   everything, about 40 minutes on 2 quiet cores
-    python bench/trl.py --quick           a short run of each piece: only to see that it works
-    python bench/trl.py --parts speed     or curves; --workloads, --seeds and --steps: less of them
-    python bench/trl.py --parts real      SmolLM2-135M-Instruct on short instructions, --seeds seeds
+    python bench/beside_trl.py                everything, about 40 minutes on 2 quiet cores
+    python bench/beside_trl.py --quick        a short run of each piece: only to see that it works
+    python bench/beside_trl.py --parts speed  or curves; less: --workloads, --seeds, --steps
+    python bench/beside_trl.py --parts real   SmolLM2-135M-Instruct on short instructions, --seeds
 
 TRL has its own environment, .venv-trl, made on first use (about 1.5 GB). Where it cannot be made,
 this script says so and ends. Both get the same model, prompts in the same order, group, lengths,
@@ -47,7 +47,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.pop(0)  # bench/, where this very file would be `import trl`
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
@@ -199,9 +198,9 @@ def ours(name: str, threads: int, *flags) -> Ran:
 
 
 def theirs(name: str, threads: int, *flags) -> Ran:
-    """TRL. -P keeps bench/ off its path, or `import trl` would find this file."""
+    """TRL, by the Python of its own environment."""
     out = RUNS / f"{name}.jsonl"
-    command = [PYTHON, "-P", "bench/trl_side.py", "--out", out, *flags]
+    command = [PYTHON, "bench/trl_side.py", "--out", out, *flags]
     return watched(command, RUNS / f"{name}.log", out, threads)
 
 

@@ -1,0 +1,74 @@
+"""A script with a light engine, without vLLM: what stands between two commands, in a second.
+
+    tests/python tests/light.py grpo FLAGS
+
+The engine holds the policy in transformers' own model and draws token after token, each completion
+by its seed alone, so a run on any ranks has the same numbers. FAULTS as in faulty.py.
+"""
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+
+import faulty
+import rollout
+import run
+from batch import Completion
+from dist import assert_divisible
+from model_files import config_of
+from rollout import reader
+
+
+class Light(rollout.Engine):
+    """An engine without vLLM."""
+
+    def __init__(self, run):
+        world, args, inputs = run.world, run.args.engine_args, run.inputs
+        from transformers import AutoModelForCausalLM
+        vars(self).update(
+            run=run, world=world, args=args, log=run.log, dtype=torch.float32, movable=[],
+            tokenizer=inputs.tokenizer, eos_ids=inputs.ends, metrics={}, on_gpu=False, asleep=False,
+            sleep_level=0, max_tokens=run.args.max_tokens, seed=run.args.seed, bar=False,
+            text=reader(inputs.tokenizer, inputs.ends),
+            engine_count=assert_divisible(world.size, args.tp, "ranks", "--tp"),
+            lm=AutoModelForCausalLM.from_config(config_of(inputs.source)).float().eval())
+
+    @contextmanager
+    def generating(self, policy):
+        self.load(policy)
+        yield
+
+    def load(self, policy):
+        self.lm.load_state_dict(dict(policy.weights(self.dtype)), strict=False)
+
+    def generate(self, requests, temperature):
+        return [self.one(request, temperature) for request in requests]
+
+    @torch.no_grad()
+    def one(self, request, temperature) -> Completion:
+        """A completion of a request, by its seed. Temperature 0 is greedy."""
+        rng, ids, logprobs = np.random.default_rng(request.seed), [*request.prompt_ids], []
+        for _ in range(request.room or self.max_tokens):
+            logits = self.lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+            logp = (logits / (temperature or 1)).log_softmax(-1)
+            noise = torch.from_numpy(rng.gumbel(size=len(logp))).float() * bool(temperature)
+            ids.append(int((logp + noise).argmax()))
+            logprobs.append(float(logp[ids[-1]]))
+            if ids[-1] in self.eos_ids:
+                break
+        own = ids[len(request.prompt_ids):]
+        return Completion(np.array(own, np.int32), np.array(logprobs, np.float32),
+                          own[-1] not in self.eos_ids)
+
+    def close(self):
+        self.world.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run.Engine = Light
+    faulty.main()
