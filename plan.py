@@ -16,7 +16,7 @@ from errors import SettingsError
 from family import Shape
 from model import HEAD_LOGITS
 from part import ask
-from rollout import engine_limits
+from rollout import BLOCK, engine_limits
 from settings import (
     Count,
     Flags,
@@ -400,7 +400,7 @@ class Memory:
         tokens, seqs = engine_limits(e, card, self.plan.longest)
         graphs = GRAPHS if card and not e.eager else 0.0
         fixed = self.engine_weights() + graphs + self.engine_work(tokens, seqs)
-        block_tokens = 16 if card else 128
+        block_tokens = 16 if card else BLOCK
         kv = shape.head_dim * max(1, shape.kv_heads / e.tp)
         block = 2 * self.c * block_tokens * shape.layers * kv  # keys and values
         sequence = block * ceil_div(self.plan.longest, block_tokens)  # the longest

@@ -34,6 +34,11 @@ from model import Policy, Trained
 from settings import Count, Flags, Range
 from texts import reader
 
+# Tokens of a block of the key-value cache on a CPU. The completions of a prompt share its whole
+# blocks only, and with vLLM's 128 most prompts of the tiny tasks have none. Below 32 its attention
+# does not run there.
+BLOCK = 32
+
 
 @dataclass
 class EngineArgs(Flags):
@@ -91,8 +96,13 @@ class Engine:
     def __init__(self, run):
         world, args, inputs = run.world, run.args.engine_args, run.inputs
         self.on_gpu = world.device.type == "cuda"
+        # vLLM does without these, for sound and traces, if they cannot be imported: a second less.
+        unseen = {"scipy.signal", "opentelemetry.exporter"} - sys.modules.keys()
+        sys.modules |= dict.fromkeys(unseen)
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
+        for name in unseen:
+            del sys.modules[name]
         self.run, self.world, self.args, self.log = run, world, args, run.log
         self.dtype = run.dtype if run.dtype == torch.bfloat16 else torch.float32  # no float64
         # The models whose tensors --offload may move.
@@ -115,8 +125,7 @@ class Engine:
         self.llm = LLM(
             inputs.source, tokenizer=inputs.source,
             distributed_executor_backend="external_launcher",
-            tensor_parallel_size=args.tp, dtype=str(self.dtype).removeprefix("torch."),
-            max_model_len=max_len,
+            tensor_parallel_size=args.tp, dtype=self.dtype, max_model_len=max_len,
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, disable_log_stats=True,
@@ -136,6 +145,7 @@ class Engine:
         # which fails on CPU in any call of more than 4,096 prompt tokens. None: vLLM's default.
         return {"enforce_eager": self.args.eager or not self.on_gpu,
                 "enable_chunked_prefill": None if self.on_gpu else False,
+                "block_size": None if self.on_gpu else BLOCK,
                 "max_num_batched_tokens": tokens, "max_num_seqs": seqs}
 
     @contextmanager
@@ -361,26 +371,20 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         # vLLM would pin all ranks of this machine to the same cores. A compiler would take 10 s of
         # the first call; TORCH_COMPILE_DISABLE would be too late, since FSDP's import has read it.
         env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
-    for name, value in env.items():
-        os.environ.setdefault(name, value)
+    os.environ |= env | os.environ
     warnings.filterwarnings("ignore", category=FutureWarning,
-                            message="`torch.distributed.reduce_op` is deprecated")
+                            message="`torch.distributed.* is deprecated")
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # no triton on a CPU
         logging.getLogger(name).setLevel(logging.ERROR)
-    if not gpu:
-        # vLLM would pack each linear layer anew at each sync, and drop the weights into which
-        # `take` copies. torch's kernel takes them as they are. With 106 million parameters a sync
-        # took 0.05 s of a core and not 0.8, but 64 completions of 32 tokens took 8.0 and not 6.2
-        # (bench/RESULTS.md).
-        from vllm.model_executor.layers.linear import LinearBase
-        LinearBase._cpu_skip_gemm_dispatch = True
-    if not gpu and args.tp > 1:
+    if gpu:
+        return
+    # vLLM would pack each linear layer anew at each sync, and drop the weights into which `take`
+    # copies. torch's kernel takes them as they are. With 106 million parameters a sync took 0.05 s
+    # of a core and not 0.8, but 64 completions of 32 tokens 8.0 and not 6.2 (bench/RESULTS.md).
+    from vllm.model_executor.layers.linear import LinearBase
+    LinearBase._cpu_skip_gemm_dispatch = True
+    if args.tp > 1:
         # Ranks talk by gloo: vLLM leaves its shared memory behind, and the next run fails on it
         # ("errno: 17").
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-        def never(self) -> bool:
-            """Replaces vLLM's choice of shared memory: it is never used."""
-            return False
-
-        CpuCommunicator._all_group_ranks_share_shm_group_name = never
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False

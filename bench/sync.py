@@ -37,13 +37,14 @@ SIZES = {"tiny": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=
                       num_attention_heads=9, num_key_value_heads=3)}
 
 
-def random_model(size: str) -> str:
-    """A folder with random weights in float32, of SmolLM2's shapes, with tiny.py's tokenizer."""
+def random_model(size: str, longest: int = 256) -> str:
+    """A folder with random weights in float32, of SmolLM2's shapes, with tiny.py's tokenizer, for
+    sequences of `longest` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    folder = ROOT / "runs" / f"bench-sync-{size}"
+    folder = ROOT / "runs" / (f"bench-sync-{size}" + "-long" * (longest > 256))
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=tiny.VOCAB, max_position_embeddings=256, tie_word_embeddings=True,
+        vocab_size=tiny.VOCAB, max_position_embeddings=longest, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=2, dtype="float32", **SIZES[size])).save_pretrained(folder)
     tiny.make_tokenizer().save_pretrained(folder)
     return str(folder)

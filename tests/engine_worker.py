@@ -27,13 +27,14 @@ def main(folder: str, out: str, tp: str) -> None:
     world = dist.join(120)
     policy = families.trainer_of(folder, world)
     engine = families.engine_of(folder, world, policy, int(tp))
-    # 200 tokens are more than a cache block (128 on CPU), and the prompts are the same every time:
-    # a stale prefix would be used.
+    # 200 tokens are more than a cache block, and prompts are the same every time: a stale prefix
+    # would be used.
     draws = np.random.default_rng(7).integers(3, 320, (48, 200)).tolist()
     prompts = [families.prompt(i, ids) for i, ids in enumerate(draws)]
     requests = [Request(p.row.prompt_ids, hash_seed(0, p.position)) for p in prompts]
     few = requests[:7]
-    found = {"gap": {}, "rounding": {}}
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    found = {"gap": {}, "rounding": {}, "cache": (cache.num_gpu_blocks, cache.block_size)}
 
     def measure(when: str) -> None:
         """The largest |engine - trainer| of what the engine samples now; then the policy moves."""
@@ -55,6 +56,12 @@ def main(folder: str, out: str, tp: str) -> None:
     def ids(some, temperature: float = 1.0) -> list[list[int]]:
         return [c.ids.tolist() for c in engine.generate(some, temperature)]
 
+    def shared(some: list[Request]) -> list:
+        """Completions and their log-probs, and the prompt tokens out of the cache of each."""
+        engine.forget()
+        return [(list(one.outputs[0].token_ids), list(one.outputs[0].logprobs.logprobs),
+                 one.num_cached_tokens) for one in engine.outputs(some, 1.0)]
+
     def tensors() -> dict[str, torch.Tensor]:
         """The engine's own, in vLLM's form."""
         engine.load(policy)
@@ -70,6 +77,13 @@ def main(folder: str, out: str, tp: str) -> None:
         found["copied"] = len(places) and all(map(torch.equal, copied.values(), tensors().values()))
     found["places"] = len(places), len([*policy.weights()])
     found["same"] = ids(few[:1]) == ids(few)[:1]
+    # Groups of 8, of prompts of 43 tokens and of less than a block; each engine has a part of each.
+    group = [Request(p.row.prompt_ids[:n], hash_seed(n, p.position, i))
+             for i in range(8) for n in (43, 20) for p in prompts[:2]]
+    alone = sum((shared([request]) for request in group), [])
+    mine = dist.share(len(group), engine.engine_count, world.rank // int(tp))
+    halves = world.gather(shared(group[mine]))[:len(group)]
+    found["shared"] = alone, shared(group), halves
     engine.load(SimpleNamespace(weights=one_wrong))
     awake = mock.Mock(generating=mock.MagicMock(), generate=engine.generate)  # it loads nothing
     with pytest.raises(SettingsError) as caught:

@@ -2,11 +2,17 @@
 import json
 import re
 
+import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
+import fakes
 import families
+import plan
 from family_cases import make
+from model_files import shape_from
 from ranks import script
+from rollout import BLOCK
 
 
 @pytest.fixture(scope="module", params=[
@@ -48,6 +54,29 @@ def test_what_a_seed_samples_depends_on_nothing_else(found):
     """Alone and among others, without a compiler; and in a call of 9,600 prompt tokens, which vLLM
     once computed in parts and ended the run: a CPU generator cannot be rewound."""
     assert found["same"] and found["crowd"] and not found["compiled"]
+
+
+def test_a_group_shares_the_whole_blocks_of_its_prompt_and_completions_stay_the_same(found):
+    """By one engine, and by those of two ranks: the tokens of each completion, and its log-probs to
+    the rounding of float32, as alone."""
+    alone, *together = found["shared"]
+    assert sum(cached for *_, cached in alone) == 0
+    for engines, some in enumerate(together, 1):
+        assert [ids for ids, *_ in some] == [ids for ids, *_ in alone]
+        for (_, one, _), (_, other, _) in zip(some, alone, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+        computed = engines if found["tp"] == "1" else 1  # of the two prompts of 43 tokens, 8 times
+        assert sum(cached for *_, cached in some) == 2 * (8 - computed) * BLOCK
+
+
+def test_the_plan_counts_the_blocks_that_the_engine_has(found):
+    """What both hold of the longest sequences, in the 2**28 bytes of families.run_of."""
+    blocks, size = found["cache"]
+    args = fakes.args(kv_cache_gb=0.25, max_num_seqs=4096, tp=int(found["tp"]), dtype="float32",
+                      max_prompt_tokens=232, max_tokens=24)
+    lm = AutoModelForCausalLM.from_pretrained(found["folder"] / "model")
+    memory = plan.Memory(plan.Plan(args, 2, 8, 0), shape_from(lm), None, 2**34)
+    assert memory.holds == (blocks - 1) * size // 256 < 4096  # vLLM keeps one block for itself
 
 
 PLAIN = """
