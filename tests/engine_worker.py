@@ -36,6 +36,7 @@ def main(folder: str, out: str, tp: str) -> None:
     cache = engine.llm.llm_engine.vllm_config.cache_config
     found = {"gap": {}, "rounding": {}, "cache": (cache.num_gpu_blocks, cache.block_size)}
 
+
     def measure(when: str) -> None:
         """The largest |engine - trainer| of what the engine samples now; then the policy moves."""
         batch = families.scored(prompts[:7], engine.complete(few, families.HEAT))

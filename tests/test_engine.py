@@ -1,6 +1,7 @@
 """The engine is the policy: real engines on two ranks, after every sync of weights."""
 import json
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import fakes
 import families
 import plan
 from family_cases import make
+from forked import INTERPRETER
 from model_files import shape_from
 from ranks import script
 from rollout import BLOCK
+from tracked import ROOT
 
 
 @pytest.fixture(scope="module", params=[
@@ -67,6 +70,29 @@ def test_a_group_shares_the_whole_blocks_of_its_prompt_and_completions_stay_the_
             np.testing.assert_allclose(one, other, atol=1e-4)
         computed = engines if found["tp"] == "1" else 1  # of the two prompts of 43 tokens, 8 times
         assert sum(cached for *_, cached in some) == 2 * (8 - computed) * BLOCK
+
+
+START = """
+import sys
+from types import SimpleNamespace
+import torch
+import rollout
+try:
+    rollout.Engine(SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu")), inputs=None,
+        args=SimpleNamespace(engine_args=rollout.EngineArgs())))
+except AttributeError as error:  # behind the imports
+    assert "'log'" in str(error), error
+assert "vllm" in sys.modules
+print([name for name in ("scipy.signal", "opentelemetry.exporter") if name in sys.modules])
+import scipy.signal
+"""
+
+
+def test_a_start_leaves_out_what_no_run_uses():
+    """And a user's own file can import it."""
+    done = subprocess.run([INTERPRETER, "-c", START], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_the_plan_counts_the_blocks_that_the_engine_has(found):
