@@ -16,7 +16,7 @@ from errors import SettingsError
 from family import Shape
 from model import HEAD_LOGITS
 from part import ask
-from rollout import BLOCK, engine_limits
+from rollout import block_tokens, engine_limits
 from settings import (
     Count,
     Flags,
@@ -400,10 +400,10 @@ class Memory:
         tokens, seqs = engine_limits(e, card, self.plan.longest)
         graphs = GRAPHS if card and not e.eager else 0.0
         fixed = self.engine_weights() + graphs + self.engine_work(tokens, seqs)
-        block_tokens = 16 if card else BLOCK
+        tokens = block_tokens(card, self.plan.longest)
         kv = shape.head_dim * max(1, shape.kv_heads / e.tp)
-        block = 2 * self.c * block_tokens * shape.layers * kv  # keys and values
-        sequence = block * ceil_div(self.plan.longest, block_tokens)  # the longest
+        block = 2 * self.c * tokens * shape.layers * kv  # keys and values
+        sequence = block * ceil_div(self.plan.longest, tokens)  # the longest
         if e.kv_cache_gb:
             self.cache = e.kv_cache_gb * GIB
         elif card:

@@ -310,7 +310,6 @@ class Pool:
         # For `report`: the calls since the last score; whether a failure was printed.
         self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        self.stop = None  # the run's dist.Stop, once there is one
         # The threads take lists of calls from the inboxes. A call is a slice of the items. None
         # ends a thread.
         self.inboxes = self.make_inboxes(self.args.reward_workers if self.parts else 0)
@@ -377,36 +376,25 @@ class Pool:
         thread starts the worker and replaces it when it fails. The worker ends with the trainer's
         process, by Linux' PDEATHSIG.
         """
-        worker, fresh = None, self.signalled  # fresh: as it was when the worker started
+        worker = None
         with contextlib.suppress(OSError):
             worker = self._start()
         self.tried.set()
         while calls := inbox.get():
-            if worker and self.signalled != fresh:
-                worker.kill()
-                worker = None
             try:
-                if not worker:
-                    fresh, worker = self.signalled, self._start()
+                worker = worker or self._start()
                 self.call(worker, calls)
             except Exception as error:  # a reward can end its worker in any way
                 if worker:
                     worker.kill()
                 worker = None
-                if self.signalled == fresh:
+                if isinstance(error, InterruptedError):
+                    inbox.put(calls)
+                else:
                     self.failed(inbox, calls, error)
-            if self.signalled != fresh:  # it may have ended what the reward had started
-                inbox.put(calls)
             inbox.task_done()
         if worker:
             worker.kill()
-
-    @property
-    def signalled(self) -> bool:
-        """Whether SIGTERM came, after which the step is finished. A scheduler sends it to all
-        processes of a job, and so to those that a reward has started: the calls that were being
-        answered are asked of a new worker."""
-        return bool(self.stop and self.stop.asked)
 
     def _start(self) -> Worker:
         """Starts a worker, waits until it has loaded the rewards, and returns it. Raises an OSError
@@ -431,11 +419,14 @@ class Pool:
 
     def call(self, worker: Worker, calls: list[slice]) -> None:
         """Has a worker answer these calls, and stores the answers. Raises an exception if the
-        worker fails or does not answer in time.
+        worker fails or does not answer in time. InterruptedError: SIGTERM came to it, and may have
+        ended what a reward had started; another worker must be asked.
         """
         batch = [self.items[call] for call in calls]
         worker.send((self.progress, batch))
-        for call, found in zip(calls, worker.receive(self.seconds(batch)), strict=True):
+        if not (answers := worker.receive(self.seconds(batch))):
+            raise InterruptedError
+        for call, found in zip(calls, answers, strict=True):
             self.answers[call] = [self.answer(*of_item) for of_item in found]
 
     def seconds(self, batch: list[list[Item]]) -> float:

@@ -34,11 +34,6 @@ from model import Policy, Trained
 from settings import Count, Flags, Range
 from texts import reader
 
-# Tokens of a block of the key-value cache on a CPU. The completions of a prompt share its whole
-# blocks only, and with vLLM's 128 most prompts of the tiny tasks have none. Below 32 its attention
-# does not run there.
-BLOCK = 32
-
 
 @dataclass
 class EngineArgs(Flags):
@@ -145,7 +140,7 @@ class Engine:
         # which fails on CPU in any call of more than 4,096 prompt tokens. None: vLLM's default.
         return {"enforce_eager": self.args.eager or not self.on_gpu,
                 "enable_chunked_prefill": None if self.on_gpu else False,
-                "block_size": None if self.on_gpu else BLOCK,
+                "block_size": None if self.on_gpu else block_tokens(None, max_len),
                 "max_num_batched_tokens": tokens, "max_num_seqs": seqs}
 
     @contextmanager
@@ -359,6 +354,16 @@ def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int
     if not card:
         return max(4096, longest), seqs
     return min(16384 if large else 8192, seqs * longest), seqs
+
+
+def block_tokens(card: int | None, longest: int) -> int:
+    """Returns how many tokens a block of the key-value cache has, for the plan and for the engine.
+
+    The completions of a prompt share its whole blocks only, and with the 128 tokens that vLLM takes
+    on a CPU most prompts have none. Small ones slow down long completions (bench/RESULTS.md), and
+    below 32 vLLM's attention does not run there.
+    """
+    return 16 if card else 32 if longest <= 1024 else 128
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:

@@ -131,7 +131,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     world.together(scorer.wait)  # until a worker has loaded the rewards
     ask("begin", run)
     if not args.eval_args.eval_only:
-        scorer.stop = run.stop = dist.Stop(world)  # until here SIGTERM ends the process
+        run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
     compare_policies(run)

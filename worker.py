@@ -298,8 +298,10 @@ def work(fd: int, load=load, score=score) -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # A scheduler that ends a job sends SIGTERM to all of its processes. The trainer finishes its
-    # step first, so a worker goes on; a process that a reward forks can be ended as usual.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # step first, so a worker goes on; a process that a reward forks can be ended as usual, and
+    # then the answer counts for nothing.
+    disturbed = []
+    signal.signal(signal.SIGTERM, lambda *_: disturbed.append(True))
     os.register_at_fork(after_in_child=functools.partial(
         signal.signal, signal.SIGTERM, signal.SIG_DFL))
     # A process that a reward forks cannot write to the socket, and does not keep it open.
@@ -330,4 +332,5 @@ def work(fd: int, load=load, score=score) -> None:
     send(told)
     for progress, calls in inbox:
         vars(TRAINER).update(progress)
-        send(score(rewards, calls))
+        answers = score(rewards, calls)
+        send(None if disturbed else answers)

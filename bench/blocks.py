@@ -33,7 +33,7 @@ BLOCKS, PROMPTS, COMPLETIONS, TIMES = (32, 64, 128), (16, 48, 128, 512), (16, 25
 
 def serve(size: str, block: int, prompts: int) -> None:
     """The process of a Contestant: a line is "PROMPT COMPLETION", both in tokens."""
-    rollout.BLOCK = block
+    rollout.block_tokens = lambda card, longest: block
     world = dist.join(120)
     args = grpo.Args(engine_args=rollout.EngineArgs(max_num_seqs=256))
     torch.set_num_threads(1)

@@ -62,12 +62,17 @@ def client() -> None:
     stream.flush()
     pid = int(stream.readline())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, partial(pass_on, pid))
     status = os.waitstatus_to_exitcode(int(stream.readline() or b"9"))
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def pass_on(pid: int, number: int, _) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
 
 
 def inherited() -> list[int]:
@@ -162,6 +167,7 @@ def serve() -> None:
 def keep(connection) -> None:
     """Forks the child, tells its client how it ends, and kills it if the client ends first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     request, files = receive(connection)
     pid = os.fork()
     if not pid:

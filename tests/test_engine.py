@@ -14,7 +14,7 @@ from family_cases import make
 from forked import INTERPRETER
 from model_files import shape_from
 from ranks import script
-from rollout import BLOCK
+from rollout import block_tokens
 from tracked import ROOT
 
 
@@ -69,7 +69,7 @@ def test_a_group_shares_the_whole_blocks_of_its_prompt_and_completions_stay_the_
         for (_, one, _), (_, other, _) in zip(some, alone, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4)
         computed = engines if found["tp"] == "1" else 1  # of the two prompts of 43 tokens, 8 times
-        assert sum(cached for *_, cached in some) == 2 * (8 - computed) * BLOCK
+        assert sum(cached for *_, cached in some) == 2 * (8 - computed) * block_tokens(None, 256)
 
 
 START = """
