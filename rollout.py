@@ -269,6 +269,7 @@ class Engine:
         return dict(
             temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,
             seed=request.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
+            skip_clone=True,  # of parameters that only this request has
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
     def prompts(self, requests: list[Request]) -> list[dict]:

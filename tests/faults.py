@@ -3,6 +3,8 @@
     python tests/faults.py                    20 kills of grpo.py on 2 ranks: 6 minutes on 2 cores
     python tests/faults.py --kills 5 --script ppo --seed 1 --minibatches 4
     python tests/faults.py --kills 5 --task kk          the model is tiny:kk
+    python tests/faults.py --kills 10 --target "the whole job"
+    python tests/faults.py --script parts/sft/sft --group 1 --reward exact --eval_data tiny@test
 
 Flags that are not its own are the script's.
 
@@ -133,8 +135,9 @@ def progress(run: Path) -> int:
 
 # ---- the command ----
 
-def kill(attempt: Attempt, run: Path, at: int, rng) -> str:
-    """Waits until the run has about `at` steps and ends some of its processes → what was done."""
+def kill(attempt: Attempt, run: Path, at: int, rng, only: str) -> str:
+    """Waits until the run has about `at` steps and ends some of its processes → what was done.
+    only: the processes; "": drawn."""
     when = rng.choice(["step", "step", "save", "start"])
     if when != "start":
         attempt.printed("step ")  # this attempt's own, not an earlier one's
@@ -144,7 +147,7 @@ def kill(attempt: Attempt, run: Path, at: int, rng) -> str:
     time.sleep(rng.uniform(0, {"start": 12, "step": 1, "save": 0.05}[when]))
     number, processes = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
     targets = ["a rank", "all ranks", "the whole job"] + ["torchrun"] * (number == signal.SIGTERM)
-    target, done = rng.choice(targets), progress(run)
+    target, done = only or rng.choice(targets), progress(run)
     if target == "the whole job":
         job = psutil.Process(attempt.process.pid)
         processes = [*job.children(recursive=True), job]
@@ -163,7 +166,8 @@ def main() -> None:
     """Kills a run as often as the flags say, and ends with status 1 if anything differs."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for name, value in dict(script="grpo", task="sort", kills=20, ranks=2, seed=0).items():
+    for name, value in dict(script="grpo", task="sort", kills=20, ranks=2, seed=0,
+                            target="").items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     a, flags = parser.parse_known_args()
     cwd = Path(tempfile.mkdtemp(prefix="faults-"))
@@ -182,7 +186,7 @@ def main() -> None:
     end(whole)
     for i in range(a.kills):
         attempt = start(run)
-        said = kill(attempt, run, 2 * i + 1, rng)
+        said = kill(attempt, run, 2 * i + 1, rng, a.target)
         status, text = attempt.end()
         before, latest = latest, last(run)
         print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {latest}", flush=True)
