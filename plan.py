@@ -240,7 +240,7 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 #
 # c: bytes of a number in the computation (--dtype). m: bytes of a trained weight, of its gradient,
 # and of each of its two moments in AdamW. Each formula is an upper bound of what was measured, and
-# at most a third above it (tests/test_memory.py).
+# for whole models of 0.5B and more at most a third above it (tests/test_memory.py).
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
@@ -335,22 +335,21 @@ class Memory:
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
         copies = UPDATE_HEAD if update else SCORE_HEAD
         logits = copies * self.m * min(tokens, chunk) * shape.vocab
+        root = shape.root
         if critic:  # its head has one column
-            logits = 0.0
-        work = tokens * self.of_token(shape, phase, update)
-        # A score holds a layer's work or the logits, never both. The sum adds the logits to the
-        # work, so they are subtracted here; at least what is between the layers stays.
-        if not update:
-            work = max(work - logits, tokens * 8 * self.c * shape.hidden)
-        return self.gathered(shape, critic, update) + work, logits
+            logits, root = 0.0, shape.vocab * shape.hidden
+        kept, work = self.of_token(shape, phase, update)
+        # A layer's work, the logits, and a second copy of the root, which FSDP has while it gathers
+        # it, are never there together. The sum has the logits, so they are subtracted here.
+        work = max(tokens * work, logits, self.c * root) - logits
+        return self.gathered(shape, root, update) + tokens * kept + work, logits
 
-    def gathered(self, shape: Shape, critic: bool, update: bool) -> float:
-        """Returns the bytes that FSDP holds beside its shards: the whole root, a copy of the root's
-        shard in --dtype, and two whole layers, this one and the next. In an update also the
-        gradients that it sums."""
-        root = shape.vocab * shape.hidden if critic else shape.root
-        weights = self.c * (root + root / self.shards() + 2 * shape.layer)
-        return weights + (self.gradient_sum(root) if update else 0.0)
+    def gathered(self, shape: Shape, root: int, update: bool) -> float:
+        """Returns the bytes that FSDP holds beside its shards: the whole root, which has so many
+        parameters, a copy of the root's shard in --dtype, and two whole layers, this one and the
+        next. In an update also the gradients that it sums."""
+        sums = self.gradient_sum(root) if update else 0.0
+        return self.c * (root + root / self.shards() + 2 * shape.layer) + sums
 
     def gradient_sum(self, root: int) -> float:
         """Returns the bytes of the gradients that FSDP sums at once: those of a layer, and before
@@ -358,18 +357,17 @@ class Memory:
         counted in --dtype, before they are cast for the sum."""
         return self.m * self.shape.layer + self.c * root
 
-    def of_token(self, shape: Shape, phase: Phase, update: bool) -> float:
-        """Returns the bytes for one token of a micro-batch: what the layers keep for the backward
-        pass, and the work of the layer that is being computed."""
+    def of_token(self, shape: Shape, phase: Phase, update: bool) -> tuple[float, float]:
+        """Returns the bytes for one token of a micro-batch: (what the layers keep for the backward
+        pass and what is between them, the work of the layer that is being computed)."""
         layer, vector = self.layer(shape, phase.keys), self.c * shape.hidden
         beside = 8 * vector  # what is computed between and after the layers
         mlp = 4 * self.c * shape.wide  # the four activations of an MLP
         if not update:  # a layer's MLP comes after the rest of it is freed
-            return max(mlp, layer - mlp) + beside
-        kept = shape.layers * layer
+            return beside, max(mlp, layer - mlp)
         if self.args.model_args.checkpointing:  # each layer keeps its input, one is computed again
-            kept = shape.layers * vector + layer
-        return kept + mlp / 2 + beside  # mlp / 2: gradients of two of the four
+            return shape.layers * vector + beside, layer + mlp / 2
+        return shape.layers * layer + beside, mlp / 2  # the gradients of two of the four
 
     def layer(self, shape: Shape, keys: int) -> float:
         """Returns the bytes that one layer keeps for the backward pass, for each token. keys is the
@@ -389,9 +387,9 @@ class Memory:
         """Returns the bytes of a forward pass of the engine. tokens: of prompts in one pass. seqs:
         completions at once."""
         tp, shape = self.args.engine_args.tp, self.shape
-        # Of each completion three copies of its logits in float32. On a GPU vLLM's sampler also
-        # keeps a count and two bits for each token of the vocabulary.
-        sampling = seqs * shape.vocab * (12 + 4.25 * bool(self.card))
+        # For each token of the vocabulary: three logits in float32, and on a GPU a count and two
+        # bits, which vLLM's sampler keeps of each completion.
+        sampling = seqs * shape.vocab * (16.25 if self.card else 12)
         return self.c * tokens * (4 * shape.hidden + 3 * shape.wide / tp) + sampling
 
     def engine(self) -> tuple[float, float]:

@@ -369,8 +369,9 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not gpu:
         # vLLM would pack each linear layer anew at each sync, and drop the weights into which
-        # `take` copies. torch's kernel takes them as they are: with 106 million parameters it was
-        # as fast for 64 completions at once, and took 1.16 times as long for 8 (bench/RESULTS.md).
+        # `take` copies. torch's kernel takes them as they are. With 106 million parameters a sync
+        # took 0.05 s of a core and not 0.8, but 64 completions of 32 tokens took 8.0 and not 6.2
+        # (bench/RESULTS.md).
         from vllm.model_executor.layers.linear import LinearBase
         LinearBase._cpu_skip_gemm_dispatch = True
     if not gpu and args.tp > 1:

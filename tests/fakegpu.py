@@ -77,13 +77,15 @@ class FakeGpu(TorchDispatchMode):
                 return function(*map(self.host, args), **given[1])
         if "varlen_attn" in str(function) and "backward" not in str(function):
             self.kernel.append(args)
-        integers = all(not isinstance(x, torch.Tensor) or not x.is_floating_point() and (
-            x in self.values or not on_device(x)) for x in leaves)
         try:
             found = function(*given[0], **given[1])
         except DynamicOutputShapeException:
-            found = None
-        return found if found is not None and not integers else self.valued(found, function, given)
+            return self.valued(None, function, given)
+        known = all(not x.is_floating_point() and (x in self.values or not on_device(x))
+                    for x in leaves if isinstance(x, torch.Tensor))
+        integers = any(not x.is_floating_point() for x in tree_leaves(found)
+                       if isinstance(x, FakeTensor))
+        return self.valued(found, function, given) if known and integers else found
 
     def host(self, x):
         """What stands on the host in the place of x."""

@@ -151,16 +151,16 @@ class SeeingMemory(Memory):
         trained, vision = super().trained, self.args.parts.pictures.train_vision
         return trained if vision or not trained else trained - self.shape.tower.params
 
-    def gathered(self, shape: SeeingShape, critic: bool, update: bool) -> float:
+    def gathered(self, shape: SeeingShape, root: int, update: bool) -> float:
         """See Memory. And a layer of the tower and the next one."""
-        return super().gathered(shape, critic, update) + 2 * self.c * shape.tower.layer
+        return super().gathered(shape, root, update) + 2 * self.c * shape.tower.layer
 
-    def of_token(self, shape: SeeingShape, phase, update: bool) -> float:
+    def of_token(self, shape: SeeingShape, phase, update: bool) -> tuple[float, float]:
         """See Memory. And what the tower's layers keep."""
         kept = 1 if self.args.model_args.checkpointing else shape.tower.layers
         learns = update and self.args.parts.pictures.train_vision
-        return super().of_token(shape, phase, update) + shape.tower.bytes(
-            self.c, kept if learns else 0)
+        stays, work = super().of_token(shape, phase, update)
+        return stays + shape.tower.bytes(self.c, kept if learns else 0), work
 
     def engine_work(self, tokens: int, seqs: int) -> float:
         """See Memory. And the tower's, and the pixels that the engine holds."""
