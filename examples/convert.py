@@ -66,6 +66,8 @@ def alpaca(row: dict) -> dict:
         raise ValueError(f"its history must be a list of pairs, not {turns!r:.80}")
     turns, used = [*turns, ["\n".join(question) or None, there.get(said)]], (*ASKED, *SAID)
     if turns == [[None, None]]:
+        if column := first_of(LISTS, there):
+            raise ValueError(f"alpaca reads no {column}. Would work: chats")
         if not there.get("text"):
             raise ValueError(f"a row needs one of {', '.join((*LISTS, *ASKED))}, or a text alone; "
                              f"it has {', '.join(there)}")

@@ -2,8 +2,8 @@
 # torch: the infinity norm of gradients under FSDP2.
 # Expected: clip_grad_norm_ with norm_type=inf returns the largest gradient of the model on each
 # rank, as it returns the whole 2-norm.
-# So: its .item() is the largest gradient of this rank's shard (a DTensor whose placement is
-# Partial(max)), and so is that of the 2-norm its own part. full_tensor() is right for both.
+# So: its .item() is the largest gradient of this rank's shard: it is a DTensor whose placement is
+# Partial(max). full_tensor() is right. The 2-norm is whole in both ways.
 set -euo pipefail
 PINS=(torch==2.13.0 numpy==2.3.5)
 FOLDER=$(mktemp -d)
@@ -37,7 +37,9 @@ dist.all_gather_object(lines, found)
 if rank == 0:
     for kind in found:
         items, wholes = zip(*(line[kind] for line in lines), strict=True)
-        print(f"norm {kind:g}: item() on two ranks {items}, full_tensor() {wholes}")
+        print(f"norm {kind:g}: item() on two ranks", *(f"{x:g}" for x in items), "full_tensor()",
+              *(f"{x:g}" for x in wholes))
+    assert items == (2, 4) and wholes == (4, 4), "the behaviour changed"
 dist.destroy_process_group()
 END
 OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 norms.py 2>log.txt || { cat log.txt >&2; exit 1; }

@@ -28,7 +28,7 @@ for _ in $(seq 240); do [ -s pid ] && break; sleep 0.25; done
 worker=$(cat pid)
 sleep 1
 kill -USR1 "$launcher"
-wait "$launcher" && status=0 || status=$?
+{ wait "$launcher" && status=0 || status=$?; } 2>/dev/null
 sleep 3
 kill -0 "$worker" && alive=yes || alive=no
 echo "torchrun ended with $status; its worker runs on: $alive"
