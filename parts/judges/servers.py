@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 LATER = (408, 409, 425, 429)  # statuses below 500 for which the same request may succeed later
 LONGEST = 300  # characters of what a server said
+PAGE = 10_000  # characters of a page that are looked through for them
 
 
 class Said(NamedTuple):
@@ -57,6 +58,7 @@ def sentence_of(response) -> str:
         return ""
     with suppress(ValueError, RecursionError):
         text = message_in(json.loads(text))
+    text = text[:PAGE]
     if text.lstrip().startswith("<"):
         text = html.unescape(re.sub(r"(?is)<(script|style).*?</\1>|<[^>]+>", " ", text))
     return " ".join(text.split())[:LONGEST]

@@ -148,6 +148,8 @@ OTHERS = [  # (status, headers, body), how often it says so; the tries, the paus
      "404: the model `x` does not exist"), ((404, {}, ""), 9, [], "404"),
     ((422, {}, {"detail": [{"loc": ["body"], "msg": "field required"}]}), 9, [], "field required"),
     ((413, {}, "x" * 99999), 9, [], "413: xxx"), ((302, {"Location": "/login"}, ""), 9, [], "302"),
+    ((403, {}, "<script" * 99999), 9, [], "403: <script"),
+    ((403, {}, "<" * 200_000), 9, [], "403: <"),
     ((501, {}, "no"), 9, [1, 2], "501: no"), ((400, {"Retry-After": "1"}, "no"), 9, [], "400: no"),
     ((200, {}, "<html><title>Sign in</title></html>"), 9, [], "200: Sign in"),
     ((200, {}, ""), 9, [], "200"), ((200, {}, {"error": {"message": "no credit"}}), 9, [],
