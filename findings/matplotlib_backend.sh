@@ -36,3 +36,10 @@ export MPLBACKEND=module://matplotlib_inline.backend_inline
 python draw.py && status=0 || status=$?
 [ "$status" = 3 ] || { echo "the behaviour changed: $status" >&2; exit 1; }
 python draw.py before
+
+# Seen on 29 November 2026:
+#   Python 3.11.7
+#   matplotlib==3.11.2
+#   numpy==2.3.5
+#   import matplotlib: ValueError: Key backend: 'module://matplotlib_inline.backend_inline' is
+#   drawn: True

@@ -34,3 +34,9 @@ kill -0 "$worker" && alive=yes || alive=no
 echo "torchrun ended with $status; its worker runs on: $alive"
 [ "$alive" = no ] || kill "$worker"
 [ "$status $alive" = "138 yes" ] || { echo "the behaviour changed" >&2; exit 1; }
+
+# Seen on 29 November 2026:
+#   Python 3.11.7
+#   numpy==2.3.5
+#   torch==2.13.0+cpu
+#   torchrun ended with 138; its worker runs on: yes

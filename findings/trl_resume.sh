@@ -58,3 +58,12 @@ whole, resumed = prompts_of(), prompts_of("run/checkpoint-9")
 print(f"first epoch {whole[:6]}, second {whole[6:9]} {whole[9:]}; resumed after 9 steps: {resumed}")
 assert resumed != whole[9:] and resumed == whole[3:6], "the behaviour changed"
 END
+
+# Seen on 29 November 2026:
+#   Python 3.11.7
+#   datasets==5.2.0
+#   numpy==2.3.5
+#   torch==2.13.0+cpu
+#   transformers==5.19.0
+#   trl==1.16.0
+#   first epoch bfcade, second bcd fea; resumed after 9 steps: ade
