@@ -151,7 +151,7 @@ def messages_of(columns: dict, template: str | None, system: str | None) -> list
         messages = [m for m in messages if m["role"] != "system"]
     else:
         system = there.get("system") or there.get("system_prompt") or None
-    if system is not None and messages[0]["role"] != "system":
+    if system is not None and (not messages or messages[0]["role"] != "system"):
         messages = [*chat_of("system", system, "system"), *messages]
     return messages
 

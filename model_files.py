@@ -98,15 +98,18 @@ def config_of(folder: str, flag: str = "model"):
     adapter, …), or one whose rotary frequencies depend on the longest row. Other keys are not
     checked here: same_policy.py compares what the model computes before the first step.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, conversion_mapping
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
     kind, classes, said = config.model_type, config.architectures or [], config.to_dict()
     rope = re.search("dynamic|longrope", str(config.get_text_config().to_dict().get(
         "rope_parameters")))
     known = family_of(config).architecture
+    # transformers makes some models' weights, such as experts, of those in files: a part must too.
+    made = conversion_mapping.get_checkpoint_conversion_mapping(kind)
     for what, wrong in (
-            (f"model_type {kind}", not known),
+            (f"model_type {kind}", not known or (
+                kind not in families() and "WeightConverter" in str(made))),
             (f"architecture {classes}", classes != [known] * len(classes)),
             ("quantized weights", "quantization_config" in said),
             ("transformers_weights", said.get("transformers_weights")),

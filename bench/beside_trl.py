@@ -313,8 +313,7 @@ def sd(x: np.ndarray) -> np.ndarray:
 
 def picture(a: np.ndarray, b: np.ndarray, title: str, file: str) -> None:
     """Both mean curves with a band of one standard deviation over the seeds."""
-    import matplotlib
-    matplotlib.use("Agg")
+    os.environ["MPLBACKEND"] = "agg"  # before the import, which reads it
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for rewards, name in ((a, "grpo.py"), (b, f"TRL {TRL}")):

@@ -19,7 +19,7 @@ except ImportError:
 
 MOVES = ["left", "down", "right", "up"]  # by their numbers in gymnasium
 RULES = """You are P on a lake of ice. Reach G. F is ice, and H is a hole that ends the game.
-Each turn, say left, down, right or up.
+Each turn, say one of left, down, right, up.
 
 {}"""
 
@@ -32,11 +32,11 @@ class Lake:
         self.env.reset(seed=seed % 2**31)
 
     def reply(self, turns):
-        """What the player sees after the first direction that its turn names."""
-        said = re.search("|".join(MOVES), turns[-1]["content"].lower())
-        if not said:
-            return "Say left, down, right or up."
-        place, reward, fell_or_won, out_of_time, _ = self.env.step(MOVES.index(said[0]))
+        """What the player sees after the move of its turn."""
+        move = move_in(turns[-1]["content"])
+        if move is None:
+            return "Say one of left, down, right, up."
+        place, reward, fell_or_won, out_of_time, _ = self.env.step(MOVES.index(move))
         self.won = float(reward)
         return None if fell_or_won or out_of_time else shown(self.map, int(place))
 
@@ -46,6 +46,14 @@ class Lake:
 
     def close(self):
         self.env.close()
+
+
+def move_in(text):
+    """The one direction that a turn names after its thoughts. None: it names none or several, such
+    as "not left, right", or its thoughts have no end."""
+    said = text.lower().rpartition("</think>")[2].partition("<think>")
+    named = {*re.findall(rf"\b({'|'.join(MOVES)})\b", said[0])}
+    return named.pop() if len(named) == 1 and not said[1] else None
 
 
 def shown(rows, place):

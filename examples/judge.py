@@ -4,8 +4,9 @@
     JUDGE_URL=http://127.0.0.1:8001/v1 JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct \\
         python grpo.py --reward examples/judge.py:judge --reward_timeout 60
 
-It is an `async def`: up to 64 calls of a worker are open at once. What it raises, such
-as a refused connection or an answer that is no grade, is tried again (--reward_retries).
+It is an `async def`: up to 64 calls of a worker are open at once. A refused connection, an answer
+that is no grade, and a server that is busy (429) or has a fault (500) are tried again
+(--reward_retries); what a server refuses (400, 401, 404) is not. The reason has the server's words.
 """
 import json
 import os
@@ -54,6 +55,18 @@ def grade(text):
     return sum(grades[name] for name in RUBRIC) / (10 * len(RUBRIC))
 
 
+def completion_in(response):
+    """The chat completion. HTTPStatusError: the server answered with something else, such as a page
+    of a proxy, which another try would get too."""
+    try:
+        answer = response.json()
+        answer["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        raise httpx.HTTPStatusError("no chat completion", request=response.request,
+                                    response=response) from None
+    return answer
+
+
 async def judge(prompt, completion):
     """0 to 1. It prints what the worker's calls cost when none is open."""
     global client
@@ -66,7 +79,7 @@ async def judge(prompt, completion):
             json={"model": os.environ["JUDGE_MODEL"], "temperature": 0, "max_tokens": 100,
                   "messages": [{"role": "user", "content": ask(prompt, completion)}]})
         response.raise_for_status()
-        answer = response.json()
+        answer = completion_in(response)
     finally:
         spent["open"] -= 1
     spent["calls"] += 1
@@ -75,4 +88,4 @@ async def judge(prompt, completion):
     if not spent["open"]:
         print("judge, of this worker so far: {calls:,} calls, {prompt_tokens:,} tokens read, "
               "{completion_tokens:,} written".format(**spent))
-    return grade(answer["choices"][0]["message"]["content"])
+    return grade(answer["choices"][0]["message"]["content"] or "")

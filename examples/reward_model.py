@@ -23,14 +23,36 @@ if model.config.num_labels != 1:
                      f"has one.")
 
 
-def score(completion, question=None, prompt=""):
-    """The logit for the chat of the row's `question` (else of the whole prompt) and completion."""
-    question = question or prompt
+
+def window():
+    """The tokens that the model takes: the limit of the tokenizer, or of its positions. Those of
+    RoBERTa begin behind that of padding."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 10**30
+    pads = [getattr(module, "padding_idx", None) for name, module in model.named_modules()
+            if name.endswith("position_embeddings")]
+    positions -= max((pad + 1 for pad in pads if pad is not None), default=0)
+    return min((n for n in (tokenizer.model_max_length, positions) if n > 0), default=10**30)
+
+
+WINDOW = window()
+
+
+def inputs_of(question, completion):
+    """The tokens, (1, T), of a chat of both, or without a chat template of the pair."""
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    else:
-        inputs = tokenizer(question, completion, return_tensors="pt")
+        return tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    return tokenizer(question, completion, return_tensors="pt")
+
+
+def score(completion, question=None, prompt=""):
+    """The logit for the chat of the row's `question` (else of the whole prompt) and completion.
+    ValueError: they are longer than the model's window, where its number means nothing."""
+    inputs = inputs_of(question or prompt, completion)
+    length = inputs["input_ids"].shape[1]
+    if length > WINDOW:
+        raise ValueError(f"question and completion have {length:,} tokens, and {NAME} takes "
+                         f"{WINDOW:,}. Would work: a smaller --max_tokens or --max_prompt_tokens")
     with torch.inference_mode():
         return model(**inputs).logits.item()

@@ -5,7 +5,16 @@
 # So: it makes AdamW's state by a step with zero gradients, which leaves `step` at 1. The first
 # update after it is smaller by a quarter.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" torch==2.13.0 numpy==2.3.5
+PINS=(torch==2.13.0 numpy==2.3.5)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -4,7 +4,16 @@
 # So: such a column is read as JSON, and each text that is valid JSON by itself is parsed once more.
 # (A file whose answers are all texts is read as it is.)
 set -euo pipefail
-source "$(dirname "$0")/with.sh" datasets==5.2.0
+PINS=(datasets==5.2.0)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 export HF_HOME=$FOLDER/hub
 python - <<'END'
 import json

@@ -4,7 +4,16 @@
 # So: rank 0 raises, rank 1 returns as if all were well, and the folder has a config.json and no
 # weights. A full state dict (get_model_state_dict) given as state_dict= is saved as it should be.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" torch==2.13.0 transformers==5.19.0 numpy==2.3.5
+PINS=(torch==2.13.0 transformers==5.19.0 numpy==2.3.5)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 cat >save.py <<'END'
 import os
 

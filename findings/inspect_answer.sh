@@ -4,7 +4,16 @@
 # match() does.
 # So: neither is right for it. Stars around the whole line are no problem.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" inspect_ai==0.3.285
+PINS=(inspect_ai==0.3.285)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 import asyncio
 

@@ -3,8 +3,16 @@
 # Expected: the last \boxed{} is the answer, so a completion that corrects itself is paid for it.
 # So: it is paid for neither of the two. Where each box stands in $, the last one counts.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" math-verify==0.9.0 antlr4-python3-runtime==4.13.2 \
-  latex2sympy2_extended==1.11.0 sympy==1.14.0
+PINS=(math-verify==0.9.0 antlr4-python3-runtime==4.13.2 latex2sympy2_extended==1.11.0 sympy==1.14.0)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 from math_verify import parse, verify
 

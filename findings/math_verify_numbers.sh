@@ -5,8 +5,16 @@
 # So: a float is never equal to a whole number unless it is exact, though it is to another float or
 # to a fraction; and in plain text −5 is not read at all.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" math-verify==0.9.0 antlr4-python3-runtime==4.13.2 \
-  latex2sympy2_extended==1.11.0 sympy==1.14.0
+PINS=(math-verify==0.9.0 antlr4-python3-runtime==4.13.2 latex2sympy2_extended==1.11.0 sympy==1.14.0)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 from math_verify import parse, verify
 

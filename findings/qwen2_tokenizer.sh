@@ -5,7 +5,16 @@
 # So: the class becomes Qwen2Tokenizer, which puts Qwen2's own pre-tokenizer in the place of the
 # file's, without a word. With model_type mistral the file counts.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" transformers==5.19.0 tokenizers==0.23.3
+PINS=(transformers==5.19.0 tokenizers==0.23.3)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 import json
 

@@ -3,7 +3,16 @@
 # Expected: an empty text has 0 everywhere, and the row's `answer` has 1.
 # So: twelve data sets pay the empty text, and in five `answer` is None, which their scorer gives 0.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" reasoning_gym==0.1.25
+PINS=(reasoning_gym==0.1.25)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 import reasoning_gym
 from reasoning_gym.factory import DATASETS

@@ -3,7 +3,16 @@
 # Expected: the same name, seed and size are the same rows in every process.
 # So: some data sets also depend on Python's hash seed, and one on the global state of `random`.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" reasoning_gym==0.1.25
+PINS=(reasoning_gym==0.1.25)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 cat >rows.py <<'END'
 import hashlib
 import random

@@ -3,7 +3,16 @@
 # Expected: seed 0 for training and seed 500 for the evaluation are different rows.
 # So: row i of seed s is made from s + i, so rows 500 … 999 of seed 0 are rows 0 … 499 of seed 500.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" reasoning_gym==0.1.25
+PINS=(reasoning_gym==0.1.25)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 python - <<'END'
 import reasoning_gym
 

@@ -5,7 +5,16 @@
 # So: to 5.22 it does. From 5.23 on the template gets the text "<builtin_function_or_method>", which
 # it cannot call. Without the argument the date is that of today.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" transformers==5.22.0 tokenizers==0.23.3 jinja2==3.1.6
+PINS=(transformers==5.22.0 tokenizers==0.23.3 jinja2==3.1.6)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 cat > show.py <<'END'
 import sys
 from datetime import datetime

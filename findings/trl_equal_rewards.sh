@@ -5,8 +5,16 @@
 # So: the mean of float32 numbers is rounded, so each of eight rewards of 0.1 has an advantage of
 # -7e-5, and Adam makes full steps of that. With rewards of 0.5 the weights stay.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" trl==1.16.0 transformers==5.19.0 torch==2.13.0 datasets==5.2.0 \
-  numpy==2.3.5
+PINS=(trl==1.16.0 transformers==5.19.0 torch==2.13.0 datasets==5.2.0 numpy==2.3.5)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 export HF_HOME=$FOLDER/hub
 python - <<'END' 2>log.txt || { cat log.txt >&2; exit 1; }
 import torch

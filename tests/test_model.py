@@ -125,7 +125,7 @@ CONFIG, GENERATION, ANY = "config.json", "generation_config.json", {"architectur
 @pytest.mark.parametrize("file, change, words", [
     *((CONFIG, ANY | {"model_type": kind},
        f"has model_type {kind}, which is not supported. Would work: a causal language model")
-      for kind in ("t5", "gemma3")),
+      for kind in ("t5", "gemma3", "qwen2_moe", "deepseek_v3", "minimax", "afmoe")),
     (CONFIG, ANY | {"model_type": "gpt_oss"},
      "has model_type gpt_oss, which is not supported .GptOssForCausalLM does not"),
     (CONFIG, {"architectures": ["Qwen2ForSequenceClassification"]}, "has architecture .*Sequence"),

@@ -129,3 +129,20 @@ def test_pages_that_a_command_writes_have_the_numbers_of_its_files():
     assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
     for made in roads, environments:
         assert made.PAGE.read_text() == made.page(json.loads(made.FILE.read_text()))
+
+
+def test_each_finding_runs_alone_and_has_its_row_in_both_tables():
+    """It is sent to people as one file."""
+    scripts = {name: (ROOT / name).read_text() for name in FILES if re.match("findings/.*sh", name)}
+    starts = set()
+    for name, text in scripts.items():
+        start, _, rest = text.partition("PINS=(")[2].partition(")\n")[2].partition("\n\n")
+        starts.add(start[:start.index("pip freeze")])
+        assert not re.search(r'\bsource\b|"\$0"|BASH_SOURCE|findings/|\.\./', text), name
+        assert re.search(r"assert |\[ .*==? ", rest) and "\n# Seen on " in text, name
+        assert set(re.findall(r"^#   ([\w-]+)==", text, re.M)) <= {
+            pin.partition("==")[0] for pin in re.findall(r"\S+==[\d.]+", text)}, name
+    assert len(starts) == 1 and "mktemp -d" in starts.pop()
+    for page in "findings/README.md", "docs/reference/libraries.md":
+        shown = re.findall(r"([a-z_0-9]+\.sh)`", (ROOT / page).read_text())
+        assert {*shown} == {Path(name).name for name in scripts}

@@ -152,6 +152,8 @@ def table(groups: list[list[Run]], reward: str = "reward/mean") -> str:
 
 def draw(groups: list[list[Run]], path, rewards: tuple[str, ...] = ("reward/mean",)):
     """A panel for each metric that all runs have, `rewards` first. path: or a file."""
+    # matplotlib's import fails if a notebook's kernel has set a backend that is not installed here.
+    os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
     runs = [run for group in groups for run in group]
     panels = [name for name in (*rewards, *PANELS) if all(name in run.metrics for run in runs)]

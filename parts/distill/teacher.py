@@ -13,16 +13,30 @@ HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_H
 
 
 def find_teacher(args, files: ModelFiles, weights: bool = True) -> ModelFiles:
-    """files, of --model, with --teacher. SettingsError unless it has the model's vocabulary."""
+    """files, of --model, with --teacher. SettingsError unless it has the model's vocabulary, a row
+    of its head for each id that the student may sample, and a position for each token."""
     folder, lm, tokenizer = open_model(args.teacher, "teacher", weights)
     if tokenizer.get_vocab() != files.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
-                            f"{args.model}: their tokenizers differ.")
-    shape, rows = shape_from(lm), files.shape.vocab
-    if args.divergence != "none" and shape.vocab != rows:
-        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
-                            f"--teacher has {shape.vocab:,} rows and --model {rows:,}. "
+                            f"{args.model}: their tokenizers differ. Would work: a larger model of "
+                            "the same family.")
+    shape, rows, exact = shape_from(lm), files.shape.vocab, args.divergence != "none"
+    sizes = f"--teacher has {shape.vocab:,} rows and --model {rows:,}"
+    if shape.vocab < rows:  # the rows behind the tokenizer's can be sampled too
+        raise SettingsError(f"--teacher {args.teacher} needs a head with a row for each of the "
+                            f"student's: {sizes}. Would work: a teacher with {rows:,} rows"
+                            f"{'' if exact else ' or more'}.")
+    if exact and shape.vocab != rows:
+        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: {sizes}. "
                             "Would work: --divergence none.")
+    room = lm.config.get_text_config().to_dict().get("max_position_embeddings")
+    prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
+    if room and prompt + longest > room:
+        works = f"--max_tokens {room - prompt}" if prompt < room else (
+            f"--max_prompt_tokens {room // 2} --max_tokens {room - room // 2}")
+        raise SettingsError(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at "
+                            f"most the {room} positions of --teacher {args.teacher}. Would work: "
+                            f"{works}.")
     return files._replace(reference=folder, shape=replace(files.shape, reference=shape))
 
 

@@ -14,7 +14,8 @@ TOGETHER = 64  # calls that a worker gets at once
 class JudgeArgs(Flags):
     """`async def` rewards"""
     reward_retries: Annotated[int, Range(0, 10)] = 2
-    """An `async def` reward that raises or is late is tried again so often."""
+    """An `async def` reward that raises or is late is tried again so often, unless its server says
+    that this cannot help (400, 401, 404)."""
 
 
 @dataclass
@@ -46,6 +47,7 @@ class JudgePool(Pool):
             self.inboxes[0].put(calls[i:i + TOGETHER])
 
     def seconds(self, batch: list[list]) -> float:
-        """All tries and pauses of the coroutines, after the other rewards."""
-        tries = self.args.reward_timeout * len(batch[0]) * (self.retries + 2)
+        """All tries and pauses of the coroutines, after the other rewards. A server may ask for a
+        pause as long as a try."""
+        tries = self.args.reward_timeout * len(batch[0]) * (2 * self.retries + 2)
         return tries + PAUSE * (2**self.retries - 1) + 1

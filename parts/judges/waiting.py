@@ -1,4 +1,5 @@
-"""waiting.py: `async def` rewards in a worker: many calls at once, each tried again where it fails.
+"""waiting.py: `async def` rewards in a worker: many calls at once, each tried again where it fails
+and another try can help (servers.py).
 
 A judge behind a server answers slowly, and can answer many at a time (examples/judge.py).
 """
@@ -6,6 +7,7 @@ import asyncio
 from typing import NamedTuple
 
 import worker
+from parts.judges import servers
 from worker import Part, Reward
 
 PAUSE = 1.0  # seconds before the first retry; each further pause is twice as long
@@ -58,8 +60,9 @@ async def score_all(loaded: Loaded, calls: list[Call]) -> None:
 
 
 async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, part: slice) -> None:
-    """One call of a coroutine, and retries where it raises or is late. found: its numbers."""
-    items = call.items[part]
+    """One call of a coroutine, and retries where it raises or is late. A server may say how long to
+    wait before the next one, and that none can help. found: its numbers."""
+    items, pause = call.items[part], 0.0
     seconds = loaded.timeout * len(items)
 
     async def once():
@@ -68,7 +71,8 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
     for retry in range(loaded.retries + 1):
         if retry:
             call.retries += 1
-            await asyncio.sleep(PAUSE * 2 ** (retry - 1))
+            await asyncio.sleep(pause)
+        pause = PAUSE * 2**retry
         task = asyncio.create_task(once())
         # Not asyncio.timeout: it waits for a coroutine that does not let itself be cancelled.
         await asyncio.wait([task], timeout=seconds)
@@ -81,7 +85,11 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
         elif isinstance(task.exception(), MemoryError):  # as in worker.found_by
             raise task.exception()
         else:
-            error = worker.failure(task.exception())
+            said = servers.said_in(task.exception())
+            error = f"{worker.failure(task.exception())}{said.words}"
+            if not said.again:
+                break
+            pause = pause if said.wait is None else min(said.wait, seconds)
     found[part] = [error] * len(items)
 
 

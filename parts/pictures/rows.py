@@ -1,5 +1,6 @@
 """rows.py: the pictures of a row: in its columns, in its text, and in the ids of its prompt."""
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -7,10 +8,18 @@ from typing import NamedTuple
 
 from data import Row
 from errors import SettingsError
-from messages import CHAT, CHATS, PROMPTS, chat_of, from_json, not_null
+from messages import CHAT, CHATS, PROMPTS, chat_of, from_json
 from parts.pictures.eyes import opened
+from parts.pictures.sources import (
+    COLUMNS,
+    KEYS,
+    PARTS,
+    is_of_objects,
+    one_place,
+    source_of,
+    values_of,
+)
 
-COLUMNS = ("images", "image")
 MARK = "<image>"  # a picture, in a text
 
 
@@ -60,7 +69,14 @@ def folder_of(spec: str) -> Path:
 def make_row(index: int, columns: dict, name: str, tokenizer, marks, args, *,
              make, eyes, folder: Path) -> Row | None:
     """In the place of `make`, data.make_row or that of a script. folder: of the data."""
-    sources = tuple(source_of(value, folder) for value in values_of(columns))
+    found, columns = values_of(columns), columns.copy()
+    for column in (*CHATS, *PROMPTS):
+        inside = []  # the pictures of a chat, which may hold them itself
+        columns |= {column: in_texts(columns[column], inside)} if column in columns else {}
+        if found and inside:
+            raise one_place()
+        found = found or inside
+    sources = tuple(source_of(value, folder) for value in found)
     columns = {column: value for column, value in columns.items() if column not in COLUMNS}
     columns |= {column: marked(column, columns[column], len(sources))
                 for column in (*CHATS, *PROMPTS) if isinstance(columns.get(column), str | list)}
@@ -94,46 +110,33 @@ def parts_of(text: str) -> list[dict]:
             for part in re.split(f"({MARK})", text) if part]
 
 
-def values_of(columns: dict) -> list:
-    """What a row has in `images` or `image`."""
-    found = next((value for name, value in not_null(columns).items() if name in COLUMNS), [])
-    return found if isinstance(found, list) else [found]
-
-
-def source_of(value, folder: Path) -> str | bytes:
-    """A path beside the data, bytes, or the struct of `datasets` → a path or bytes."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str):
-        value = str(folder / value)
-        if not Path(value).is_file():
-            raise SettingsError(f"there is no picture {value}.")
-    elif not isinstance(value, bytes):
-        raise SettingsError("a picture must be a path beside the data, the bytes of a file, or "
-                            f"both in a struct, not {repr(value)[:80]}.")
-    return value
-
-
 def marked(column: str, prompt, count: int):
     """A prompt column with a mark for each picture: in front, unless it has marks."""
     if isinstance(prompt, str) and not CHAT.match(prompt):
         return prompt if MARK in prompt or not prompt.strip() else MARK * count + prompt
-    chat = chat_of(column, in_texts(from_json(prompt)), None)
+    chat = chat_of(column, prompt, None)
     asked = next((m for m in chat if m["role"] == "user"), None)
     if asked and MARK not in str(chat):
         asked["content"] = MARK * count + asked["content"]
     return chat
 
 
-def in_texts(stored):
-    """Messages, as stored, with a text in the place of each {"type": "image"}."""
-    if isinstance(stored, list):
-        return [in_texts(value) for value in stored]
-    if not isinstance(stored, dict):
+def in_texts(stored, found: list):
+    """Messages, as stored, with a text in the place of each part that is a picture, which is added
+    to `found` if the part holds it. JSON text and other values stay as they are."""
+    if isinstance(stored, str) and CHAT.match(stored):
+        return in_texts(from_json(stored), found)
+    if is_of_objects(stored):
+        stored = list(stored)
+    if isinstance(stored, list | tuple):
+        return [in_texts(value, found) for value in stored]
+    if not isinstance(stored, Mapping):
         return stored
-    if not_null(stored) == {"type": "image"}:
+    if stored.get("type") in PARTS:
+        if any(stored.get(key) is not None for key in KEYS):
+            found.append(stored)
         return {"type": "text", "text": MARK}
-    return {key: in_texts(value) for key, value in stored.items()}
+    return {key: in_texts(value, found) for key, value in stored.items()}
 
 
 # ---- in ids ----

@@ -9,14 +9,14 @@ A turn ends where the engine would stop: what a template writes after that is le
 """
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 
 import data
 from data import Row, options_of
 from errors import SettingsError
-from messages import CHATS, PROMPTS, chat_of, first_of, messages_of, not_null
-from texts import Marks, ids_after, templated, texts_of
+from messages import CHATS, PROMPTS, chat_of, first_of, from_json, messages_of, not_null
+from texts import Marks, ids_after, prompt_ids, templated, texts_of
 
 ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
 # A row that has both is learned by its solution, and scored by its answer.
@@ -54,25 +54,58 @@ def keep(rows: list[LearnedRow], spec: str, most: int) -> tuple[list[LearnedRow]
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args,
              eos_ids: list[int]) -> LearnedRow | None:
-    """In the place of data.make_row. None: its prompt is empty."""
+    """In the place of data.make_row. None: nothing of it is learned."""
+    columns = {column: data.plain(value, column) for column, value in columns.items()}
     prompt, replies = split(columns)
     learned, asked = (first_of(names, columns) for names in ((*CHATS, *COMPLETIONS), PROMPTS))
     if prompt is not None:
         columns = columns | {"prompt": prompt}
     json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
-    row = data.make_row(index, columns, name, tokenizer, marks, args)
+    row, asked_of = begun(index, columns, name, tokenizer, marks, args)
     if not row:
         return None
     marks.check(replies)
-    asked_of = messages_of(columns, args.prompt_template, args.system)
     options = options_of(columns, [*asked_of, *replies], tokenizer)
+    unasked = row.read["prompt"] is None
+    if unasked:
+        row = headed(row, [*asked_of, replies[0]], tokenizer, options)
     texts = plain_texts(row.prompt, replies, tokenizer)
     if tokenizer.chat_template and not row.finished:
-        texts = chat_texts(asked_of, replies, tokenizer, options)
-    found = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
-    asked = learned if learned in CHATS else asked or row.read["prompt"]
+        texts = chat_texts(asked_of, replies, tokenizer, options, row.prompt if unasked else None)
+    ids, marked = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
+    if not row.prompt_ids:  # no token stands before the first one, so nothing predicts it
+        row, ids, marked = replace(row, prompt_ids=ids[:1]), ids[1:], marked[1:]
+    asked = None if unasked else learned if learned in CHATS else asked or row.read["prompt"]
     read = {"prompt": asked, "learned": learned}
-    return LearnedRow(**vars(row) | {"read": read}, target=found)
+    return LearnedRow(**vars(row) | {"read": read}, target=(ids, marked)) if ids else None
+
+
+def begun(index: int, columns: dict, name: str, tokenizer, marks: Marks, args):
+    """The row before what is learned, and the messages of its prompt. Where nobody asks, as in
+    pre-training, a question stands in, so that all else is checked; read["prompt"] is None."""
+    asked = messages_of(columns, args.prompt_template, args.system)
+    if asked or args.prompt_template:
+        return data.make_row(index, columns, name, tokenizer, marks, args), asked
+    stored = columns.get("prompt")
+    chat = chat_of("prompt", stored, "user") if stored and str(stored).strip() else []
+    silent = [m for m in chat[-1:] if m["role"] == "user"]  # it has no words
+    question = {"role": "user", "content": "?"}
+    beside = columns | {"prompt": [*chat[:len(chat) - len(silent)], question]}
+    row = data.make_row(index, beside, name, tokenizer, marks, args)
+    asked = [*messages_of(beside, None, args.system)[:-1], *silent]
+    return replace(row, columns=columns, read={"prompt": None}), asked
+
+
+def headed(row: Row, chat: list[dict], tokenizer, options: dict) -> Row:
+    """The row whose prompt is what the template writes before the words of the chat's last
+    message, or without a template the messages before it."""
+    plain = tokenizer.chat_template is None
+    header = data.in_template(chat[:-1], tokenizer, options) if plain else commonprefix([
+        templated([*chat[:-1], {"role": chat[-1]["role"], "content": words}], tokenizer, options)
+        for words in ("0", "1")])
+    ids = prompt_ids(header or "0", tokenizer, plain)
+    words = [] if header else tokenizer("0", add_special_tokens=False)["input_ids"]
+    return replace(row, prompt=header, prompt_ids=ids[:len(ids) - len(words)])
 
 
 def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
@@ -84,8 +117,9 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
         raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
                             f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
     for name, value in there.items():
-        if re.search("label|weight|mask", name) and (
-                isinstance(value, list) or isinstance(value, int | float) and value != 1):
+        read = from_json(value.lower() if isinstance(value, str) else value)  # "False" of a .csv
+        if re.search("label|weight|mask|kto_tag|(^|_)(loss|train)(_|$)", name) and (
+                isinstance(read, list) or isinstance(read, int | float) and read != 1):
             raise SettingsError(f"its {name} is {value!r:.300}, and {column} would be learned all "
                                 "the same.")
     if column in CHATS:
@@ -111,12 +145,15 @@ def is_learned(message: dict) -> bool:
 
 # ---- texts: for each turn that is learned (its message, the chat before it, the chat with it) ----
 
-def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict):
-    """By the chat template. The turn's header is part of what is before the turn."""
+def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict,
+               header: str | None):
+    """By the chat template. The turn's header is part of what is before the turn. header: what
+    stands before the first one, where nobody asks for it."""
     for k, message in enumerate(replies):
         if is_learned(message):
-            chat = [*asked, *replies[:k + 1]]
-            before = templated(chat[:-1], tokenizer, options, add_generation_prompt=True)
+            chat, before = [*asked, *replies[:k + 1]], header
+            if k or header is None:
+                before = templated(chat[:-1], tokenizer, options, add_generation_prompt=True)
             yield message, before, templated(chat, tokenizer, options)
 
 

@@ -1,4 +1,5 @@
 """distill.py learns as its formulas say; a teacher's prompt, its memory, its files."""
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,12 @@ import identity
 import inputs
 import model
 import plan
+import ranks
 import texts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
+from model_files import shape_from
 from parts.distill import distill, divergence
 from parts.distill.teacher import TaughtRow, TeacherMemory, add_teacher_prompts, find_teacher
 from reference import (
@@ -148,26 +151,57 @@ def test_the_plan_counts_a_larger_teacher():
     assert total(large, offload=("reference",))[0] == 0
 
 
-def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_path):
-    for name, rows in ("student", 320), ("wide", 328), ("other", 328):
-        families.make("qwen2", f"{tmp_path}/{name}", {"vocab_size": rows})
+def student_of(home, flags: dict):
+    """The flags of a run with a teacher, and the files of its student."""
+    student = f"{home}/student"
+    lm = model.skeleton(student)
+    files = inputs.ModelFiles(shape_from(lm), inputs.load_tokenizer("it", student), student, lm)
+    return fakes.args(distill, model="it", teacher=f"{home}/teacher", **flags), files
+
+
+def graded(world, student: str, teacher: str, kind: str, ids: list[int]) -> bool:
+    """Whether what distill.py computes of these sampled ids is finite."""
+    batch, good = families.batch_of(([1], [ids]), ([5], [ids[:3]])), []
+    policy, beside = (families.trainer_of(it, world) for it in (student, teacher))
+    for micro in batch.micros(world, [0, 1], 400, "update"):
+        good += beside.logprobs(micro, 1.0)
+        formula = divergence.beside(beside, micro, 1.0, kind)
+        good += policy.logprobs(micro, 1.0, formula=formula)
+    return all(bool(values.isfinite().all()) for values in good)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_teacher_of_any_size_is_refused_or_grades_what_the_student_may_say(seed, tmp_path):
+    """The last id of the student's head, up to the last position that the flags allow."""
+    rng = random.Random(f"teachers {seed}")
+    for name, positions in ("student", 64), ("teacher", rng.choice([24, 32, 64])):
+        families.make(rng.choice(["qwen2", "gpt2", "olmo2"]), f"{tmp_path}/{name}", {
+            "vocab_size": rng.choice([320, 321, 328, 384]), "max_position_embeddings": positions})
+    args, files = student_of(tmp_path, dict(
+        divergence=rng.choice(["none", "none", "jsd", "reverse_kl"]), max_tokens=16,
+        max_prompt_tokens=rng.choice([8, 16])))
+    longest, rows = args.data_args.max_prompt_tokens + 16, files.shape.vocab
+    theirs = model.skeleton(args.teacher).config
+    fits = theirs.max_position_embeddings >= longest and (
+        theirs.vocab_size == rows or args.divergence == "none" and theirs.vocab_size > rows)
+    try:
+        assert find_teacher(args, files).reference == args.teacher
+        assert ranks.results(1, graded, files.folder, args.teacher, args.divergence,
+                             [rows - 1] * (longest - 1)) == [True]
+    except SettingsError as error:
+        assert not fits and "Would work: " in str(error) and len(str(error)) < 300
+    else:
+        assert fits
+
+
+def test_a_teacher_has_the_tokenizer_of_the_model(tmp_path):
+    for name in "student", "teacher":
+        families.make("qwen2", f"{tmp_path}/{name}")
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_tokens(["another"])
-    tokenizer.save_pretrained(tmp_path / "other")
-    student = f"{tmp_path}/student"
-    files = inputs.ModelFiles(shape_of("tiny"), inputs.load_tokenizer("it", student), student,
-                              model.skeleton(student))
-
-    def find(teacher: str, kind: str) -> bool:
-        path = f"{tmp_path}/{teacher}"
-        args = distill.Args(model="it", teacher=path, divergence=kind)
-        return find_teacher(args, files).reference == path
-
-    assert find("student", "jsd") and find("wide", "none")
-    with pytest.raises(SettingsError, match="--teacher has 328 rows and --model 320.*none"):
-        find("wide", "jsd")
+    tokenizer.save_pretrained(tmp_path / "teacher")
     with pytest.raises(SettingsError, match="must share the vocabulary of --model it"):
-        find("other", "none")
+        find_teacher(*student_of(tmp_path, {}))
 
 
 def test_the_teachers_prompt_has_more_in_it():

@@ -1,10 +1,14 @@
 """What is seen is what transformers' processor and model see, in trainer and engine. Qwen's
 processor needs torchvision, here too."""
+import base64
 import io
 import json
+import random
+import re
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +20,10 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+import data
 import fakes
 import families
 import grpo
-import identity
 import inputs
 import model
 import plan
@@ -187,17 +191,113 @@ def test_a_picture_is_upright_as_transformers_opens_it(tmp_path):
             assert opened(source).tobytes() == theirs.tobytes()
 
 
-def test_bytes_and_structs_are_the_picture_and_another_one_is_another_row(folder):
+MODES = ("RGB", "RGBA", "LA", "P", "L", "1", "CMYK")
+STRUCTS = ("bytes", "path", "url", "image", "base64", "data")
+
+
+def held(rng: random.Random, folder: Path) -> tuple[str, object, np.ndarray]:
+    """A picture as a row may hold it, in a column of this name, and its pixels."""
+    mode, turned = rng.choice(MODES), rng.randrange(1, 9)
+    image = Image.effect_noise((rng.randrange(20, 70), rng.randrange(20, 70)), 90).convert("RGBA")
+    image.putalpha(Image.effect_noise(image.size, 90))
+    image = image.convert("RGB" if mode in ("P", "CMYK") else "RGBA").convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    file = io.BytesIO()
+    image.save(file, "tiff" if mode == "CMYK" else "png", exif=exif)
+    raw, path = file.getvalue(), folder / f"{rng.choice(['x', 'a b', 'é', '9j', 'abcd'])}.png"
+    path.write_bytes(raw)
+    pixels, text = np.asarray(opened(raw)), base64.b64encode(raw).decode()
+    texts = [path.name, str(path), path.as_uri(), f"file://{path}", text, f" {text}\n",
+             base64.encodebytes(raw).decode(), base64.urlsafe_b64encode(raw).decode().rstrip("="),
+             f"data:image/png;base64,{text}", f"data:image/png;name=a.png;base64,{text}"]
+    others = [raw, bytearray(raw), memoryview(raw), file, path, Image.open(io.BytesIO(raw)),
+              [*raw], pixels.copy(), torch.tensor(pixels).permute(2, 0, 1), pixels[..., 0].copy()]
+    value = rng.choice(texts + others)
+    if value is others[-1]:
+        pixels = np.stack([value] * 3, -1)
+    for key in rng.sample(STRUCTS, rng.randrange(3)) + ["image"] * isinstance(value, list):
+        value = {key: value, "type": "image_url", "path" if key == "bytes" else "bytes": None}
+    column = rng.choice(["image", "images", "messages"])
+    if column == "messages":
+        part = {"type": "image", "image": value} if rng.random() < 0.5 else {
+            "type": "image_url", "image_url": {"url": value}}
+        value = [{"role": "user", "content": [part, {"type": "text", "text": "q"}]}]
+    elif column == "images" and (rng.random() < 0.8 or not isinstance(value, str)):
+        many = [value], (value,), np.array([value, None], dtype=object)[:1]
+        value = json.dumps([value]) if isinstance(value, str) and rng.random() < 0.3 else (
+            rng.choice(many))
+    return column, value, pixels
+
+
+@pytest.fixture(scope="module")
+def looking(folder):
+    """The eyes and the tokenizer of a model."""
+    source = f"{folder}/model"
+    return kinds.load_eyes("x", source, config_of(folder)), inputs.load_tokenizer("x", source)
+
+
+@pytest.fixture
+def row_of(looking, tmp_path, monkeypatch):
+    """Makes a row of Python's own columns, with pictures in tmp_path."""
+    eyes, tokenizer = looking
+    make = partial(pictured.make_row, make=data.make_row, folder=tmp_path, eyes=eyes)
+
+    def row(columns: dict) -> data.Row:
+        monkeypatch.setattr(data, "read", lambda *_: ([columns], "own"))
+        return data.load("own", tokenizer, data.DataArgs(), make=make)[0][0]
+    return row
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_picture_is_the_same_however_a_row_holds_it(tmp_path, seed, row_of):
+    """As text, bytes, an object, pixels; in a struct, a list, a message."""
+    column, value, pixels = held(random.Random(seed), tmp_path)
+    row = row_of({column: value} | ({} if column == "messages" else {"prompt": "q"}))
+    assert np.array_equal(np.asarray(opened(*row.pictures.sources)), pixels), (column, value)
+
+
+DEEP = np.full((9, 9), 9000, np.uint16)
+BAD = {"http": "https://x.org/a.png", "bucket": "s3://b/a.png", "hub": "hf://datasets/a/b.png",
+       "gone": "gone.png", "folder": ".", "empty": "", "number": 5, "none": [None], "true": True,
+       "float": np.zeros((9, 9, 3), np.float32), "16 bit": DEEP, "32 bit": DEEP.astype(np.int32),
+       "5 axes": np.zeros((1, 1, 9, 9, 3), np.uint8), "channels": np.zeros((9, 9, 5), np.uint8),
+       "no size": np.zeros((0, 9, 3), np.uint8), "cut": base64.b64encode(b"\x89PNG\r\n").decode(),
+       "text": base64.b64encode(b"no picture " * 900).decode(), "long": "x/" * 9000,
+       "nul": "a\0b", "plain data": "data:image/png,abc", "svg": "<svg></svg>", "deep": [["a.png"]],
+       "bad data": "data:image/png;base64,@@@@" * 500, "struct": {"x": 1}, "object": object(),
+       "limits": {"image": "a.png", "max_pixels": 5}, "nothing": {"bytes": None, "path": None},
+       "pixels": [[[0, 0, 0]] * 9] * 9, "16 bit file": png(Image.fromarray(DEEP)),
+       "float file": png(Image.fromarray(DEEP.astype(np.float32)), "tiff"),
+       "16 bit image": Image.fromarray(DEEP), "garbage": b"\x89PNG" * 9000,
+       "huge image": Image.new("1", (10_000, 10_000)), "film": {"type": "video", "image": "a.png"}}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_picture_is_one_short_sentence_with_a_way_out(name, row_of):
+    for column in "image", "images":
+        with pytest.raises(SettingsError) as error:
+            row_of({"prompt": "q", column: BAD[name]})
+        assert re.match(r"own, row 1: .*(Would work: |must be )", str(error.value)), error.value
+        assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_another_picture_is_another_row_and_one_place_has_all_pictures(folder, row_of):
     """A resume compares rows by the files of their pictures."""
-    whole = (folder / "a.png").read_bytes()
-    for value in whole, {"bytes": whole, "path": None}, {"bytes": None, "path": "a.png"}, "a.png":
-        assert opened(pictured.source_of(value, folder)).tobytes() == opened(whole).tobytes()
     shutil.copy(folder / "a.png", folder / "e.png")
     one, = read(folder, {"prompt": "q", "image": "e.png"})
-    (_, before), = identity.row_digests([one])
+    before = one.digested(digest)
     shutil.copy(folder / "b.png", folder / "e.png")
-    (_, after), = identity.row_digests([one])
-    assert before != after
+    assert one.digested(digest) != before
+    picture = Image.new("RGB", (9, 9))
+    part = [{"role": "user", "content": [{"type": "image", "image": picture}]}]
+    for row in {"image": picture, "images": [picture]}, {"messages": part, "image": picture}:
+        with pytest.raises(SettingsError, match="Would work: all of them in images"):
+            row_of({"prompt": "q"} | row)
+
+
+def digest(path: str) -> bytes:
+    return Path(path).read_bytes()
 
 
 def broken(folder: Path) -> None:
@@ -215,7 +315,7 @@ def broken(folder: Path) -> None:
 {"prompt": "q", "image": "none.png"} | must be a whole .* and .*none.png cannot be opened
 {"prompt": "q", "image": "huge.png"} | must be a whole .* and .*huge.png cannot be opened
 {"prompt": "q", "image": "gone.png"} | there is no picture .*gone.png
-{"prompt": "q", "image": 3} | a picture must be a path beside the data, the bytes .*not 3
+{"prompt": "q", "image": 3} | its picture is 3. Would work: a path beside the data, bytes
 {"prompt": "<image><image>", "image": "a.png"} | has 2 places <image> and the row 1 pict
 {"prompt": "see <image>"} | has 1 places <image> and the row 0 pictures"""))
 def test_a_bad_row_is_one_sentence_with_its_number(folder, row, words):

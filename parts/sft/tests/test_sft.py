@@ -22,7 +22,7 @@ from ranks import script
 from reference import Completion, Model, Step, mean, minibatches, weighted_means
 from reference_settings import OFTEN, Setting, drawn
 from tables import table
-from templates import CHAT, ROLE, SAID, template, tokenizer_of, with_traits
+from templates import CHAT, ROLE, SAID, processed, template, tokenizer_of, with_traits
 from updates import every_pair, folder, right  # noqa: F401
 
 # ---- the update
@@ -158,6 +158,58 @@ def test_all_words_are_learned_or_a_sentence_says_why_not(tmp_path, traits):
         "is no end": not (opens and drops or ends)}.items() if there}
 
 
+NOBODY_ASKS = """
+{"messages": [A]}
+{"messages": [A, Q, A]}
+{"messages": [A, A]}
+{"messages": [{"role": "assistant", "content": "c", "weight": 0}, A]}
+{"messages": [{"role": "user", "content": " "}, A, Q, A]}
+{"conversations": [{"from": "gpt", "value": "a"}]}
+{"prompt": "", "completion": "a"}
+{"prompt": " ", "completion": [A, Q, A]}
+{"prompt": null, "response": "a"}
+{"prompt": [], "completion": "a"}
+{"messages": [S, A]}
+{"messages": [S, {"role": "user", "content": ""}, A]}
+{"messages": [A], "system": "b"}
+{"prompt": "", "completion": "a", "system": "b"}"""
+BARE = {"default": ("<|im_start|> <|im_end|>", "{% if messages[0]['role'] != 'system' %}"
+                    "<|im_start|>system\nYou.<|im_end|>\n{% endif %}" + FAMILIES["chatml"][1]),
+        "thinks": ("<|im_start|> <|im_end|>", FAMILIES["chatml"][1].replace(
+            "assistant\n{% endif", "assistant\n<think>\n{% endif")), "plain": None, "bos": None}
+
+
+@pytest.mark.parametrize("name", FAMILIES | BARE)
+@pytest.mark.parametrize(["text"], table(NOBODY_ASKS))
+def test_what_nobody_asked_for_is_learned(tmp_path, name, text):
+    """As in pre-training. Of a text without any token before it the first one is given. Refused is
+    only a template that begins a later turn in two ways."""
+    tokenizer = tokenizer_of(*(FAMILIES | BARE)[name] or FAMILIES["llama"])
+    if name in ("plain", "bos"):
+        tokenizer.chat_template = None
+        processed(tokenizer, ["<s>"] * (name == "bos"), [])
+    turns, system = re.findall(r"\bA\b|\"a\"", text), bool(re.search(r"\bS\b|system", text))
+    try:
+        (row,), note = rows_of(tmp_path, [form(text)], tokenizer)
+    except SettingsError as error:
+        assert "begins a turn with" in str(error) and (
+            name == "thinks" and len(turns) + system > 1
+            or name == "eos last" and re.search('A, A|"c"', text))
+        return
+    given = name == "plain" and not system and "user" not in text
+    first = "c" if '"c"' in text else "a"
+    learned = ("a" + tokenizer.eos_token) * len(turns)
+    assert said_of(row, tokenizer) == learned.removeprefix(first if given else "")
+    assert tokenizer.decode(row.prompt_ids).endswith(first if given else row.prompt)
+    assert row.prompt_ids and ("b" in row.prompt) == system and "0 empty" in note
+    if tokenizer.chat_template and len(turns) == 1 and '"c"' not in text:
+        roles = ["system"] * system + ["user"] * ('"user"' in text) + ["assistant"]
+        chat = [{"role": role, "content": {"system": "b", "assistant": "a"}.get(role, "")}
+                for role in roles]
+        whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert whole.startswith(tokenizer.decode(row.ids))
+
+
 FORMS = """
 {"prompt": "q", "completion": "a"}
 {"prompt": [Q], "completion": [A]}
@@ -166,6 +218,7 @@ FORMS = """
 {"messages": [Q, A, Q]}
 {"messages": [Q, {"role": "assistant", "content": "a", "weight": 1}, Q,
     {"role": "assistant", "content": "a", "weight": false}]}
+{"messages": [Q, A], "label": "positive", "weights": null, "kto_tag": true, "loss": 1.0}
 {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"""
 REFUSED = """
 {"prompt": "q"} | a row to learn needs messages, or a prompt and a text in one of
@@ -176,14 +229,20 @@ REFUSED = """
 {"messages": [Q, {"role": "assistant", "content": "a", "mask": 0}]} | no place for mask
 {"messages": [Q, {"role": "assistant", "content": "a<|im_end|>b"}]} | its words hold <|im_end|>
 {"prompt": "q", "completion": "a", "label": false} | its label is False
+{"messages": [Q, A], "kto_tag": false} | its kto_tag is False
+{"messages": [Q, A], "kto_tag": "false"} | its kto_tag is 'false'
+{"messages": [Q, A], "loss_scale": 0.5} | its loss_scale is 0.5
+{"messages": [Q, A], "label": "0"} | its label is '0'
+{"messages": [Q, A], "train_on_turn": [true, false]} | its train_on_turn is [True, False]
 {"prompt": "q", "completion": "a", "labels": [-100, 1]} | its labels is [-100, 1]
 {"prompt": "q", "completion": "LONG"} | --max_tokens 301 keeps it"""
 
 
 def form(text: str) -> dict:
-    """A row of the tables. Q: a question. A: an answer. LONG: 300 tokens."""
-    q, a = ('{"role": "%s", "content": "%s"}' % one for one in (("user", "q"), ("assistant", "a")))
-    return json.loads(text.replace("Q", q).replace("A", a).replace("LONG", "1" * 300))
+    """A row of the tables. Q: a question. A: an answer. S: of the system. LONG: 300 tokens."""
+    for word, role, said in ("Q", "user", "q"), ("A", "assistant", "a"), ("S", "system", "b"):
+        text = re.sub(rf"\b{word}\b", json.dumps({"role": role, "content": said}), text)
+    return json.loads(text.replace("LONG", "1" * 300))
 
 
 @pytest.mark.parametrize(["text"], table(FORMS))
