@@ -13,13 +13,13 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 from uuid import UUID
 
@@ -180,7 +180,8 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
 
 
 BASIC = (bool, str, int, float, bytes)
-DATED = (Decimal, Fraction, UUID, date, time, timedelta)  # str() of each says its whole value
+# str() of each says its whole value.
+SAYING = (Decimal, Fraction, UUID, PurePath, date, time, timedelta)
 
 
 def plain(value, column: str):
@@ -189,16 +190,20 @@ def plain(value, column: str):
     no text by which a resume could know it."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return None
-    if hasattr(value, "tolist"):  # of numpy and torch
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if hasattr(value, "tolist"):  # of numpy, torch and pandas
+        if getattr(value.dtype, "str", "").endswith("8[ns]"):  # a number in place of a date
+            value = value.astype(value.dtype.str.replace("[ns]", "[us]"))
         return plain(value.tolist(), column)
     if isinstance(value, BASIC):  # also a text that is an Enum
         kind = next(kind for kind in BASIC if isinstance(value, kind))
         return kind.__str__(value) if kind is str else kind(value)
-    if isinstance(value, DATED):
+    if isinstance(value, SAYING):
         return value
     if isinstance(value, Mapping):
         return {str(plain(key, column)): plain(one, column) for key, one in value.items()}
-    if isinstance(value, set | frozenset):
+    if isinstance(value, Set):
         value = sorted(value, key=lambda one: (str(type(one)), str(one)))
     if isinstance(value, Sequence):
         return [plain(one, column) for one in value]

@@ -152,11 +152,16 @@ def chosen(flag: str, spec: str) -> Chosen:
 
 
 def checked_loss(function, spec: str):
-    """Wraps a loss of a file. The wrapped loss raises a SettingsError if it does not return a loss
-    for each token, (n,), and a dict of metrics."""
+    """Wraps a loss of a file. The wrapped loss gives it tensors of its own, and raises a
+    SettingsError if it does not return a loss for each token, (n,), and a dict of metrics."""
+    def own(value):
+        """Returns a copy of a tensor, into which the function may write."""
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
     @wraps(function)
     def checked(logp, *given, **named):
-        match function(logp, *given, **named):
+        named = {name: own(value) for name, value in named.items()}
+        match function(own(logp), *map(own, given), **named):
             case torch.Tensor() as loss, dict() as metrics if loss.shape == logp.shape:
                 return loss, metrics
         raise SettingsError(f"--loss {spec} must return two things: a loss for each of the "

@@ -60,7 +60,7 @@ async def score_all(loaded: Loaded, calls: list[Call]) -> None:
 async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, part: slice) -> None:
     """One call of a coroutine, and retries where it raises or is late. found: its numbers."""
     items = call.items[part]
-    seconds = loaded.timeout * len(items)
+    loading, seconds = worker.LOADING.seconds, loaded.timeout * len(items)
 
     async def once():
         return reward.values(await reward.start(items), items)
@@ -71,7 +71,7 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
             await asyncio.sleep(PAUSE * 2 ** (retry - 1))
         task = asyncio.create_task(once())
         # Not asyncio.timeout: it waits for a coroutine that does not let itself be cancelled.
-        await asyncio.wait([task], timeout=seconds)
+        await asyncio.wait([task], timeout=seconds + loading * (retry == 0))
         if not task.done():
             task.cancel()
             error = f"no answer within {seconds:g} seconds"
