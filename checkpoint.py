@@ -23,13 +23,13 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
-import log
+import files
 from dist import World
 from errors import SettingsError
+from files import NotWritten, not_written, read, whole_folder, writing
 from identity import Entry, compare
-from log import NotWritten, not_written, read, whole_folder, writing
-from model import Policy, Trained, skeleton
-from model_files import FILES, config_of, names_in_files
+from model import Policy, Trained
+from model_files import FILES, config_of
 from settings import values_of
 
 
@@ -129,7 +129,7 @@ def newest(args, world: World, folder: Path, made_of: dict[str, Entry]) -> Saved
     """
     saved = find(folder / "checkpoints", world)
     if saved is None:
-        if args.eval_args.eval_only and log.steps_in(folder):
+        if args.eval_args.eval_only and files.steps_in(folder):
             raise SettingsError(f"--eval_only: {folder} has steps and no checkpoint of them. Would "
                                 f"work: another --name, for --model as it is.")
         if (folder / "done.json").exists():
@@ -223,7 +223,7 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
     source: the folder of the model that training started from, whose small files are copied. ends:
     the ids that end a completion. All ranks must call it (a collective)."""
     weights, dtype = {}, config_of(source).dtype or torch.float32
-    names = names_in_files(skeleton(source), source)  # of tied weights only the first
+    names = policy.module.names  # of tied weights only the first
     for name, value in policy.weights(dtype):
         if policy.world.rank == 0 and name in names:
             weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory

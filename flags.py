@@ -29,7 +29,7 @@ import part
 from data import DataArgs, Row, load, make_row
 from errors import Mistakes, SettingsError
 from evaluate import EvalArgs
-from log import read
+from files import read
 from metrics import show_metrics
 from model import ModelArgs, OptimizerArgs
 from part import ask, wrapped
@@ -408,8 +408,8 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     for name, value in kept.items():
         if isinstance(value, bool):
             before.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, str) or isinstance(value, list) and isinstance((*value, "")[0], str):
-            texts[name] = value  # a text may look like a flag: --stop=--
+        elif isinstance(value, list) and any(str(item).startswith("--") for item in value):
+            texts[name] = value  # a text that looks like a flag: --stop=--
         elif isinstance(value, list):
             before += [f"--{name}", *map(str, value)]
         else:

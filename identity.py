@@ -55,11 +55,18 @@ def identity(args, inputs, world: World) -> dict[str, Entry]:
         "reference_files": digest_of_files(inputs.reference),
         "config.json": digest({key: config[key] for key in sorted(config) if key != VERSION}),
         "tokenizer": digest_of_tokenizer(inputs.tokenizer), "end tokens": inputs.ends,
-        "code": {name_of(path): digest_of_code(path) for path in code_of(args)},
+        "code": {name_of(path): digest_of_code(path) for path in sorted(code_of(args))},
         **{name: found for name, found in versions().items() if name != "commit"}}
     fixed = FIXED.union(*(group.fixed for group in groups(args)))
     return {name: Entry(json.loads(json.dumps(value)), name in fixed, name in values_of(args))
             for name, value in found.items()}
+
+
+def of_one_rank(made_of: dict[str, Entry]) -> dict[str, object]:
+    """Returns {name for a message: value} of what must be the same on all ranks."""
+    found = {"--" * it.flag + name: digest(it.value) if name == "row_digests" else it.value
+             for name, it in made_of.items()}
+    return found | found.pop("code")  # a digest of each file
 
 
 def compare(was: dict, now: dict[str, Entry], place: Path, step: int) -> list[str]:

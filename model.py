@@ -177,6 +177,7 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
     lm = skeleton(folder, compute if kind.frozen else master)
     names = names_in_files(lm, folder)
     root = kind(lm, args).eval()  # eval: without dropout, like the engine
+    root.names = names
     if own.shard_size not in (0, world.size):
         sizes, dims = (world.size // own.shard_size, own.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
@@ -235,6 +236,7 @@ def whole(tensor):
 class Model(nn.Module):
     """A language model of transformers, `lm`, with its Family. FSDP shards this module."""
     frozen = False  # True: the files' weights stay as they are; only what a part adds is trained
+    names: dict[str, str]  # of its tensors: what the files call each (model_files.names_in_files)
 
     def __init__(self, lm, args):
         """lm is the `skeleton` of a folder. args is the script's Args."""

@@ -10,11 +10,13 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import checkpoint
 import dist
+import files
 import log
 import model
 import rewards
@@ -23,7 +25,7 @@ from data import Stream
 from errors import Mistakes, SettingsError, numbered
 from evaluate import sampled_metrics
 from flags import CommonArgs
-from identity import digest, identity
+from identity import identity, of_one_rank
 from inputs import Inputs, read_inputs
 from log import write_samples
 from model_files import config_of
@@ -38,28 +40,36 @@ def set_up(args, kind=None) -> "Run":
     """Sets up all that a loop needs → the Run. kind: its class. All ranks must call it."""
     # 1. Join the other ranks. `began` is when the run first started: chat templates may write it.
     world = dist.join(args.run_args.timeout)
-    folder = world.together(log.choose_folder, args, world.began)
-    began = world.gather([log.began(folder, world.began)])[0]  # as rank 0 says
+    folder = world.together(files.choose_folder, args, world.began)
+    began = world.gather([files.began(folder, world.began)])[0]  # as rank 0 says
     # 2. Check flags and files. Each machine has its own files, so compare them.
     mistakes = Mistakes()
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.meet()  # one machine may fetch the model for longer than another
     world.together(mistakes.stop)  # a mistake of one rank ends all of them
     made_of = identity(args, inputs, world)
-    Mistakes(world.differences({
-        "--" * it.flag + name: digest(it.value) if name == "row_digests" else it.value
-        for name, it in made_of.items() if name != "ranks"})).stop()
+    Mistakes(world.differences(of_one_rank(made_of))).stop()
     # 3. Find the newest checkpoint, if this run has one.
     saved = checkpoint.newest(args, world, folder, made_of)
     settings = {name: entry.value for name, entry in made_of.items()}
     if saved:
         settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.
-    out = world.gather([log.output_folder(folder, args)])[0]
+    out = world.gather([files.output_folder(folder, args)])[0]
     run_log = log.Log(out, world, args.steps, args.run_args.wandb)
     open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, values_of(args) | {
         "script": args.script, "ranks": world.size, "versions": log.versions(), "began": began,
         "changes": settings.get("changes", [])})
+    introduce(run_log, args, inputs, saved, began, folder)
+    # 5. Load weights, start the engine and the reward workers.
+    with run_log.time("loading"):
+        return build(args, world, inputs, run_log, settings, saved, kind)
+
+
+def introduce(run_log: log.Log, args, inputs: Inputs, saved: checkpoint.Saved | None, began: str,
+              folder: Path):
+    """Prints the first lines of a run: what it is, its plan, what was read, warnings."""
+    world = run_log.world
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
         after = "a kill" if save_every(args) else "SIGTERM"  # which alone saves then
@@ -73,9 +83,6 @@ def set_up(args, kind=None) -> "Run":
         run_log.say(f"  {note}")
     if inputs.warnings:
         run_log.say(numbered("warnings:", inputs.warnings))
-    # 5. Load weights, start the engine and the reward workers.
-    with run_log.time("loading"):
-        return build(args, world, inputs, run_log, settings, saved, kind)
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):

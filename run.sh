@@ -59,9 +59,9 @@ gpus=$(visible_gpus)
 
 # On a machine with GPUs a run on the CPU has an environment of its own, because the CUDA build of
 # vLLM computes nothing on a CPU.
-venv=.venv kind=gpu
+venv=.venv build=gpu
 if [ "$gpus" = 0 ]; then
-  kind=cpu
+  build=cpu
   if [ "$listed" ] || compgen -G '.venv/.ready-*-gpu' >/dev/null; then venv=.venv-cpu; fi
 fi
 
@@ -77,7 +77,7 @@ setup() {
   # The stamp is a hash of what was installed. A second call installs nothing. After an edit of
   # requirements.txt or of this function, the next call installs again.
   local stamp
-  stamp=$venv/.ready-$({ cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12)-$kind
+  stamp=$venv/.ready-$({ cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12)-$build
   [ "$venv" = .venv ] || echo "running on the CPU, from $venv"
   [ -e "$stamp" ] && return
   local python='' ok='import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -89,7 +89,7 @@ setup() {
     exit 2
   fi
   local disk=4 clear='' include
-  if [ "$kind" = gpu ]; then
+  if [ "$build" = gpu ]; then
     disk=9
     # A CPU build of torch satisfies ==, so pip would keep it.
     if compgen -G '.venv/.ready-*-cpu' >/dev/null; then clear=--clear; fi
@@ -99,7 +99,7 @@ setup() {
   local pip="$venv/bin/pip --disable-pip-version-check -qq"
   # Python compiles a file when it is first imported. To compile all of them takes two minutes.
   local install="$pip install --no-compile"
-  if [ "$kind" = gpu ]; then
+  if [ "$build" = gpu ]; then
     # Triton compiles a C file with Python's headers when a run starts.
     include=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     "${CC:-$(command -v gcc || echo clang)}" -I"$include" -include Python.h -fsyntax-only -x c - \

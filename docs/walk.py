@@ -44,7 +44,7 @@ SHORT = 2  # steps of a run in the short walk
 LIMIT = {False: 3 * 3600, True: 900}  # seconds of a block
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.S | re.M)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./run\.sh|(?:\.venv/bin/)?(?:python|torchrun|pytest) .*"
-                     r"(?:\.py\b|parts|-m)|source |vllm serve)")
+                     r"(?:\.py\b|parts| -m )|source |vllm serve \S)")
 TESTS = re.compile(r"pytest |python -m pytest |\./run\.sh (test|walk)")
 MARK = re.compile(r"<!-- walk: (.*?) -->", re.S)
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")

@@ -15,7 +15,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import SettingsError
-from log import finished_steps, is_evaluation, read, read_metrics
+from files import finished_steps, is_evaluation, read, read_metrics
 
 KEPT = "step|reward/(?!std).*|eval/(.*/)?pass@1|eval/rows|policy/entropy|rollout/length_mean"
 LARGEST = "grad/norm", "rollout/logprob_gap_max", "memory/peak_gb"

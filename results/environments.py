@@ -22,7 +22,7 @@ from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from log import finished_steps
+from files import finished_steps
 from results.collect import machine
 from tools.plot import cell, ends, run_of
 

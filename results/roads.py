@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from scipy import stats
 
-from log import finished_steps, is_evaluation, read_metrics
+from files import finished_steps, is_evaluation, read_metrics
 from results.collect import machine
 from tools.plot import cell
 

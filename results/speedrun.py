@@ -18,7 +18,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from log import is_evaluation, read  # noqa: E402
+from files import is_evaluation, read  # noqa: E402
 
 SEEDS, STEPS, GOAL = range(5), 35, 0.95
 USUAL = "--warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16".split()  # as ./run.sh; free

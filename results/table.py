@@ -12,7 +12,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import numpy as np  # noqa: E402
 
-from log import read  # noqa: E402
+from files import read  # noqa: E402
 from tools import plot  # noqa: E402
 
 BEGIN = "<!-- the tables: written by results/table.py -->\n"

@@ -6,8 +6,9 @@
 
 Flags that are not its own are the script's.
 
-A kill is KILL or TERM of one rank or of all, or TERM of torchrun: half of them after some steps, a
-quarter in a save, a quarter in the start. Exit status 1: anything but the times differs.
+A kill is KILL or TERM of one rank, of all ranks or of the whole job with its workers, or TERM of
+torchrun: half of them after some steps, a quarter in a save, a quarter in the start. Exit status 1:
+anything but the times differs.
 """
 import argparse
 import json
@@ -142,9 +143,12 @@ def kill(attempt: Attempt, run: Path, at: int, rng) -> str:
             attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
     time.sleep(rng.uniform(0, {"start": 12, "step": 1, "save": 0.05}[when]))
     number, processes = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
-    targets = ["a rank", "a rank", "all ranks"] + ["torchrun"] * (number == signal.SIGTERM)
+    targets = ["a rank", "all ranks", "the whole job"] + ["torchrun"] * (number == signal.SIGTERM)
     target, done = rng.choice(targets), progress(run)
-    if target == "torchrun" or not processes:
+    if target == "the whole job":
+        job = psutil.Process(attempt.process.pid)
+        processes = [*job.children(recursive=True), job]
+    elif target == "torchrun" or not processes:
         processes = [attempt.process]
     elif target == "a rank":
         processes = [rng.choice(processes)]

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -19,8 +21,9 @@ import ranks
 from batch import KEYS, balance, cut, packed_tokens
 from dist import assert_divisible, share
 from errors import SettingsError
-from log import NotWritten
+from files import NotWritten
 from tables import table
+from tracked import ROOT
 
 # ---- splits: pure functions ----
 
@@ -254,7 +257,7 @@ def test_a_rank_that_is_busy_or_ends_later_is_not_ended():
 
 
 @pytest.mark.parametrize("ending, status, words", [
-    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This goes on: ./run.sh --name x\n"),
+    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This resumes: ./run.sh --name x\n"),
     (SettingsError("a sentence"), 2, "error: a sentence\n"),
     (NotWritten("a sentence"), 1, "error: a sentence\n"),
     (ValueError("a bug"), 1, r"\[rank 0\] failed:\nTraceback.*"),
@@ -281,3 +284,52 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
         assert told["message"].endswith(str(ending))
         traced = "Traceback" in told["extraInfo"]["py_callstack"]
         assert traced != isinstance(ending, SettingsError)
+
+
+def late(world, more: float) -> float:
+    """Seconds until a gather ends, or fails, where rank 1 comes after 4 seconds."""
+    began = time.monotonic()
+    time.sleep(4.0 * world.rank)
+    with suppress(RuntimeError):
+        world.gather([1], more)
+        return 100 + time.monotonic() - began
+    return time.monotonic() - began
+
+
+def test_timeout_is_the_limit_of_a_gather_and_rewards_have_their_own_beside_it():
+    """torch's monitored_barrier has a limit of 30 minutes of its own."""
+    (_, failed), _ = ranks.on_ranks(2, late, 0.0, timeout=2.0)
+    assert 1.5 < failed < 4
+    (_, passed), _ = ranks.on_ranks(2, late, 60.0, timeout=2.0)
+    assert passed > 103
+
+
+QUIET = f"""
+import os, sys
+sys.path.insert(0, {str(dist.__file__).removesuffix("dist.py")!r})
+import dist
+from errors import SettingsError
+def main():
+    world = dist.join(60.0)
+    world.again = "./run.sh --name x"
+    if world.rank == int(sys.argv[1]):
+        os.kill(os.getpid(), int(sys.argv[2])) if sys.argv[2] != "0" else None
+        raise SettingsError("a sentence")
+    world.barrier()
+dist.run(main)
+"""
+
+
+@pytest.mark.parametrize("rank, number, status, said", [
+    (0, 0, 2, "error: a sentence"), (1, 0, 2, "error: a sentence"),
+    (1, 9, 137, "error: rank 1 was ended by SIGKILL"), (0, 2, 130, "interrupted. This resumes: ")])
+def test_launch_adds_nothing_to_what_the_first_rank_says(tmp_path, rank, number, status, said):
+    """torchrun adds a traceback, a table and its log: 23 to 35 lines."""
+    (tmp_path / "main.py").write_text(QUIET)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/launch.py", "--standalone", "--nproc_per_node", "2",
+         "main.py", str(rank), str(number)], cwd=tmp_path, text=True, capture_output=True,
+        timeout=ranks.LONG)
+    assert done.returncode == status, done.stderr
+    lines = {line for line in done.stderr.splitlines() if "error: another rank" not in line}
+    assert lines and all(line.startswith(said) for line in lines), done.stderr

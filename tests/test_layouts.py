@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 import ranks
 from examples import tiny
 from families import ROOT
+from files import read
 from forked import PYTHON
 from learning import difference
-from log import read
 
 SAME = "reward/mean loss/policy policy/entropy grad/norm eval/pass@1".split()
 SEVEN = (352487, 510432, 294736, 375098, 519634, 541867, 826491)  # no multiple of most layouts

@@ -23,6 +23,7 @@ import torch
 import checkpoint
 import fakes
 import faults
+import files
 import identity
 import log
 import ranks
@@ -115,7 +116,7 @@ def test_a_run_killed_in_a_save_and_stopped_in_a_step_ends_like_another(start, t
         "name one (was alone)", "keep 3 (was 2)", "ranks 1 (was 2)")]
     assert json.loads((one / "args.json").read_text())["changes"] == said
     assert re.findall("^  (resumed with --.*)", done.stdout, re.MULTILINE) == said
-    assert f"resumes after step 2 of 4, begun {log.read(alone / 'args.json')['began']}" in (
+    assert f"resumes after step 2 of 4, begun {files.read(alone / 'args.json')['began']}" in (
         done.stdout)
     for ours, theirs in zip(metrics(one), metrics(alone), strict=True):
         close = {name: value for name, value in theirs.items() if "gap" not in name}
@@ -323,7 +324,7 @@ def unshared(world, folder: str) -> str:
     if world.rank:
         (own / "step_7").mkdir(parents=True)
     checkpoint.save(own, world, models(), {"step": 7}, 1)
-    with pytest.raises(log.NotWritten) as error:
+    with pytest.raises(files.NotWritten) as error:
         checkpoint.save(own, world, models(), {"step": 8}, 1)
     return str(error.value)
 
@@ -358,7 +359,7 @@ def test_what_was_written_after_the_checkpoint_is_removed_and_made_again(tmp_pat
     (tmp_path / "done.json").write_text('{"steps": 2}')
     with opened(tmp_path, 2) as it:
         it.step(3, {"n": 4})
-    lines = log.read(tmp_path / "metrics.jsonl")
+    lines = files.read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in lines] == [1, 2, 3] == [row["step"] for row in it.rows]
     assert lines[0] == {"step": 1, "x": 0.5, "small": 2.47e-10, "inf": None,
                         "memory/peak_gb": lines[0]["memory/peak_gb"]}
@@ -372,9 +373,9 @@ def test_steps_without_a_checkpoint_are_moved_aside_and_named(tmp_path, capsys):
         it.step(1, {"n": 1})
         (tmp_path / "x/samples/step_00001.jsonl").touch()
     with opened(tmp_path / "x") as again:
-        assert not again.rows and not log.read(tmp_path / "x/metrics.jsonl")
+        assert not again.rows and not files.read(tmp_path / "x/metrics.jsonl")
     assert f"all of it is now in {tmp_path}/x.1/" in capsys.readouterr().out
-    assert [row["n"] for row in log.read(tmp_path / "x.1/metrics.jsonl")] == [1]
+    assert [row["n"] for row in files.read(tmp_path / "x.1/metrics.jsonl")] == [1]
     assert (tmp_path / "x.1/samples/step_00001.jsonl").exists()
 
 
@@ -383,13 +384,14 @@ def test_one_run_has_the_folder_and_it_is_a_folder(tmp_path):
             opened(tmp_path / "a"):
         pass
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(log.NotWritten, match="/file cannot be written"), opened(tmp_path / "file"):
+    with pytest.raises(files.NotWritten, match="/file cannot be written"), opened(
+            tmp_path / "file"):
         pass
 
 
 def fill(it: log.Log) -> None:
     """Writes a folder, as the export does."""
-    with log.whole_folder(it.folder / "model") as unfinished:
+    with files.whole_folder(it.folder / "model") as unfinished:
         (unfinished / "weights").write_text("y" * 99)
 
 
@@ -405,7 +407,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, capsys, file, write, end
         try:
             write(it)
             said = capsys.readouterr().out
-        except log.NotWritten as error:
+        except files.NotWritten as error:
             said = f"{error.status} {error}"
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
@@ -414,7 +416,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, capsys, file, write, end
     assert "(ulimit -f)" in said and (file == "metrics.jsonl" or not (tmp_path / file).exists())
     with opened(tmp_path, 1) as again:  # the same command goes on
         write(again)
-    assert log.read(tmp_path / "metrics.jsonl")[0]["step"] == 1 and (tmp_path / file).exists()
+    assert files.read(tmp_path / "metrics.jsonl")[0]["step"] == 1 and (tmp_path / file).exists()
 
 
 def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch):
@@ -425,6 +427,6 @@ def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch
     for name in "replace", "rename":
         monkeypatch.setattr(Path, name, lambda self, to: (order.append("rename"),
                                                           shipped(self, to)))
-    log.write_whole(tmp_path / "done.json", "{}")
+    files.write_whole(tmp_path / "done.json", "{}")
     fill(SimpleNamespace(folder=tmp_path))
     assert order == ["fsync", "rename"] * 2

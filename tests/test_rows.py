@@ -371,8 +371,10 @@ def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, rows, flags, 
 
 READ = r"""
 [{"problem": "q", "answer": "7"}, {"problem": "q", "answer": "proof"},
-     {"problem": "q", "answer": "proof"}, {"problem": "q", "answer": "never"}] | 4 rows: prompt from
+     {"problem": "q", "answer": "proof"}, {"problem": "q", "answer": 9}] | 4 rows: prompt from
      problem, answer from answer; answers without a digit: 'proof' 2 times
+[{"problem": "q", "answer": "7"}, {"problem": "q", "answer": "tac"},
+     {"problem": "q", "answer": "tac"}] | 3 rows: prompt from problem, answer from answer
 [{"prompt": "q"}, {"prompt": "q", "answer": null}, {"prompt": "q", "answer": " "},
      {"problem": "q", "solution": "s \\boxed{7}"}] | 3 rows: prompt from prompt, no answer; 1 row:
      prompt from problem, answer from the last box of solution
@@ -383,7 +385,8 @@ READ = r"""
 
 @pytest.mark.parametrize("cells", table(READ))
 def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path, cells):
-    """Data sets write "proof" where there is no answer, and a solution beside it."""
+    """Data sets write "proof" where there is no answer, and a solution beside it. If most answers
+    are words, a word is an answer."""
     rows, words, *flags = cells
     made, _ = load(store(tmp_path, "jsonl", filled(rows)), **filled(*flags or ["{}"]))
     assert inputs.what_is_read(made) == words

@@ -18,6 +18,7 @@ import checkpoint
 import evaluate
 import fakes
 import faults
+import files
 import flags
 import grpo
 import log
@@ -30,7 +31,7 @@ from errors import SettingsError
 from examples import tiny
 from fakes import SCRIPTS
 from faults import ROOT
-from log import is_evaluation, read
+from files import is_evaluation, read
 from rollout import Request, hash_seed
 
 P, G, ROWS, STEPS, SEED = 4, 3, 10, 13, 7
@@ -64,7 +65,7 @@ def made(request, tmp_path_factory):
     for name, number, split in ("train", ROWS, "train"), ("test", 7, "test"):
         rows = [row | {"data_source": "ab"[i % 2]}
                 for i, row in enumerate(tiny.rows(number, 0, split=split))]
-        (place / f"{name}.jsonl").write_text(log.as_lines(rows))
+        (place / f"{name}.jsonl").write_text(files.as_lines(rows))
     status, text = faults.Attempt(
         place, "--model", faults.model(), "--name", "x", *FLAGS.split(), *OF_SCRIPT[script].split(),
         script=script, RECORD=str(place), RECORD_WANDB="away" if script == "ppo" else "",
@@ -187,7 +188,8 @@ def test_each_completion_is_a_request_with_its_own_seed_on_the_rank_that_has_it(
     tp = 2 if made.script == "ppo" else 1
     sampled = [("train", one) for drawn in rollouts(made) for one in drawn]
     for rank in range(2):
-        for heat, asked in (0.9, sampled), (0.8, [("eval", range(7))] * 4):
+        # An evaluation has as many requests at once as a step.
+        for heat, asked in (0.9, sampled), (0.8, [("eval", range(4)), ("eval", range(4, 7))] * 4):
             seeds = [[hash_seed(SEED, purpose, place, i) for place in one for i in range(G)]
                      for purpose, one in asked]
             found = [call for name, step, call in made.calls[rank] if step >= 0
@@ -210,7 +212,7 @@ def test_each_completion_is_a_request_with_its_own_seed_on_the_rank_that_has_it(
     phases = called(made, "dist/World/same_phase")
     assert phases == called(made, "dist/World/same_phase", 1)
     for phase in "rollout", "reward":
-        sizes = [G * len(one) for _, one in sampled] + [7 * G] * 4
+        sizes = [G * len(one) for _, one in sampled] + [4 * G, 3 * G] * 4
         assert sorted(n for name, n in phases if name == phase) == sorted(sizes)
     assert "update" in {name for name, n in phases if n > 0}
 
@@ -311,14 +313,14 @@ def test_a_run_that_is_there_goes_on_or_is_refused(tmp_path, monkeypatch):
     (tmp_path / "runs/x/done.json").write_text('{"steps": 60}')
     (tmp_path / "runs/x/args.json").write_text('{"script": "grpo.py", "aggregation": "all"}')
     now, more = datetime(2024, 2, 3, 4, 5, 6), fakes.args(name="x", steps=90)
-    assert log.choose_folder(fakes.args(), now) == Path("runs/grpo-20240203-040506")
-    assert log.choose_folder(more, now) == Path("runs/x")
+    assert files.choose_folder(fakes.args(), now) == Path("runs/grpo-20240203-040506")
+    assert files.choose_folder(more, now) == Path("runs/x")
     monkeypatch.setattr(sys, "argv", "grpo.py --name x".split())
     monkeypatch.setattr(flags.dist, "run", lambda main: main())  # it would end this process
     monkeypatch.setattr(sys.stdout, "reconfigure", lambda **options: None, raising=False)
     for call, words in (
-            (lambda: log.choose_folder(fakes.args(name="x", steps=60), now), "with 60 steps"),
-            (lambda: log.choose_folder(fakes.args(name="x", steps=90, resume=False), now),
+            (lambda: files.choose_folder(fakes.args(name="x", steps=60), now), "with 60 steps"),
+            (lambda: files.choose_folder(fakes.args(name="x", steps=90, resume=False), now),
              "runs/x exists; choose another, or --resume"),
             (lambda: checkpoint.newest(more, fakes.World(), Path("runs/x"), {}),
              "is finished and has no checkpoint"),
@@ -336,7 +338,8 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(capsys, reward, passed, mi
              for value in [0.0, 0.1, 0.2] + [0.95] * 10]
     before, after = ({"eval/rows": 9, "eval/pass@1": value} for value in (0.05, 0.97))
     it.rows = [before, *steps, after]
-    assert log.grade(it, SimpleNamespace(target_reward=reward, target_eval=passed)) == bool(missed)
+    assert log.grade(it, SimpleNamespace(
+        target_reward=reward, target_eval=passed, keep_best=False)) == bool(missed)
     assert re.findall(r"^missed --target_(\w+)", capsys.readouterr().err, re.M) == missed
 
 
@@ -390,12 +393,12 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, count,
     nothing at all if the run goes on. Here set-up is done, and there is no GPU."""
     text = (ROOT / "run.sh").read_text().replace("nvidia-smi", "false")
     (tmp_path / "run.sh").write_text(text.replace("setup() {\n", "setup() {\n  return\n"))
-    torchrun = tmp_path / ".venv/bin/torchrun"
-    for name in torchrun, tmp_path / "runs/there/args.json":
+    python = tmp_path / ".venv/bin/python"
+    for name in python, tmp_path / "runs/there/args.json":
         name.parent.mkdir(parents=True)
     name.touch()
-    torchrun.write_text('#!/bin/sh\necho "$@" "kept ${PYTHONDONTWRITEBYTECODE-kept}"\n')
-    torchrun.chmod(0o755)
+    python.write_text('#!/bin/sh\necho "$@" "kept ${PYTHONDONTWRITEBYTECODE-kept}"\n')
+    python.chmod(0o755)
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "RANKS": count}
     if not count:
         del env["RANKS"]
@@ -403,7 +406,8 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, count,
                           capture_output=True)
     assert done.stdout.endswith(" kept kept\n"), done.stderr
     given = iter(done.stdout.split())
-    words = f"--local_addr 127.0.0.1 --nproc_per_node {count or 2} {words}"
+    launch = f"tools/launch.py --local_addr 127.0.0.1 --nproc_per_node {count or 2}"
+    words = f"{launch * (count != '1')} {words}"  # one rank needs none
     assert all(word in given for word in words.split()), done.stdout  # in this order
     own = "mine" in line or "there" in line
     flags = {"--warmup_steps": not own, "--eval_data": not own, "--target_reward": graded,

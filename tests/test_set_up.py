@@ -66,12 +66,12 @@ def test_run_sh_counts_the_gpus_that_are_visible(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("listed, visible, there, line, says", [
-    (SMI, None, "", "", "venv nproc 3"), (SMI, "1", "", "ppo", "venv nproc 1"),
+    (SMI, None, "", "", "venv nproc 3"), (SMI, "1", "", "ppo", "venv ppo.py"),
     (SMI, "", "", "", "running on the CPU, from .venv-cpu\nvenv-cpu nproc 2"),
     (SMI, "-1", "", "", "running on the CPU, from .venv-cpu\nvenv-cpu nproc 2"),
     (SMI, "0,1", "", "test", "running on the CPU, from .venv-cpu\nvenv-cpu"),
     (SMI, None, ".ready-x-gpu", "prove", "running on the CPU, from .venv-cpu\nvenv-cpu"),
-    (SMI, "2", ".ready-x-gpu", "kk", "venv nproc 1"),
+    (SMI, "2", ".ready-x-gpu", "kk", "venv grpo.py"),
     ([], None, "", "test", "venv\n"), ([], "0", "", "", "venv nproc 2"),
     ([], None, ".ready-x-gpu", "", "running on the CPU, from .venv-cpu\nvenv-cpu nproc 2"),
     (SMI, "7", "", "", "error: CUDA_VISIBLE_DEVICES is 7, which leaves no GPU of those")])
@@ -83,9 +83,10 @@ def test_run_sh_takes_the_environment_of_the_gpus_that_are_visible(
     (tmp_path / "run.sh").write_text(text.replace('[ -e "$stamp" ] && return', "return"))
     put(tmp_path / "nvidia-smi", *(f"echo '{line}'" for line in listed))
     for kind in "venv", "venv-cpu":
-        for name in "python", "torchrun", "ruff":
+        for name in "python", "ruff":
             put(tmp_path / f".{kind}/bin/{name}",
-                f'echo "{kind} $@" | sed "s/ -.*_per_node / nproc /; s/ check.*//; s/ -m .*//"')
+                f'echo "{kind} $@" | sed "s/ tools.launch.py -.*_per_node / nproc /; s/ check.*//; '
+                's/ -m .*//"')
     (tmp_path / ".venv" / (there or "x")).touch()
     done = shell(tmp_path, f"bash run.sh {line}", CUDA_VISIBLE_DEVICES=visible, RANKS=None)
     assert (done.stdout + done.stderr).startswith(says), done.stdout + done.stderr

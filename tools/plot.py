@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import SettingsError, command
-from log import read, read_metrics
+from files import read, read_metrics
 
 PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
 UNITS = {"eval/pass@1": "share of rows", "policy/entropy": "nats", "rollout/length_mean": "tokens"}

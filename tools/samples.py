@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import log
+import files
 from errors import SettingsError, command
 from tools.plot import Run
 
@@ -23,7 +23,7 @@ def read(run: Path, sort: str) -> list[dict]:
     """The objects of samples/*.jsonl, each with its file. sort: step or reward."""
     rows = []
     for path in sorted(run.glob("samples/*.jsonl"), key=in_order):
-        rows += [{"file": path.stem} | row for row in log.read(path)]
+        rows += [{"file": path.stem} | row for row in files.read(path)]
     if sort == "reward":
         rows.sort(key=worst_first)
     return rows
@@ -42,7 +42,7 @@ def passed(run: Run) -> dict[str, float]:
     """
     last = max(run.path.glob("samples/eval_*.jsonl"), key=in_order, default=None)
     found = {}
-    for one in log.read(last) if last else []:
+    for one in files.read(last) if last else []:
         row = json.dumps([one.get(name) for name in ("prompt", "images", "answer")])
         first = next(iter(one["rewards"].values()))  # None: unscored
         found.setdefault(row, []).append(first is not None and first >= run.args["eval_pass"])

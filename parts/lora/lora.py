@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
+from files import whole_folder
 from inputs import is_tiny
-from log import whole_folder
 from model import Model, Policy, whole
 from plan import Memory
 from rollout import Engine

@@ -1,7 +1,7 @@
 """A run as a page: runs/NAME/report.html (README.md)."""
 from dataclasses import dataclass
 
-from log import write_whole
+from files import write_whole
 from settings import Flags as Base
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from errors import SettingsError, command  # noqa: E402
-from log import is_evaluation, read, read_metrics, write_whole  # noqa: E402
+from files import is_evaluation, read, read_metrics, write_whole  # noqa: E402
 from parts.report.healthy import HEALTHY  # noqa: E402
 from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402

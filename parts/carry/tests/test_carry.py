@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 import fakes
 import losses
 import plan
@@ -107,8 +106,9 @@ def test_the_plan_has_what_is_in_flight_and_a_resume_keeps_it_as_it_began():
     args = fakes.args(batch=5, group=4, carry=2)
     sizes = plan.Plan(args, 2, 13, 0)
     assert (sizes.in_flight, sizes.requests, sizes.batches) == (15, 30, [5])
-    assert {"carry", "max_tokens"} <= checkpoint.fixed(args)
-    assert "max_tokens" not in checkpoint.fixed(fakes.args())
+    fixed = [{name for name, entry in fakes.made_of(one).items() if entry.fixed}
+             for one in (args, fakes.args())]
+    assert {"carry", "max_tokens"} <= fixed[0] and "max_tokens" not in fixed[1]
 
 
 def test_a_real_run_trains_on_positions_in_order(real_run):

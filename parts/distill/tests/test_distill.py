@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 import data
 import fakes
 import families
+import identity
 import inputs
 import model
 import plan
@@ -177,7 +177,7 @@ def test_the_teachers_prompt_has_more_in_it():
     made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     other, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {question}")
-    assert checkpoint.row_digests([made]) != checkpoint.row_digests([other])
+    assert identity.row_digests([made]) != identity.row_digests([other])
     row.columns |= {"note": " \n", "half": "\ud800"}
     for template, limit, words in (
             ("{note}", 512, "gives row 1 no text"), ("{answer}", 512, "gives row 1 .* tokens"),

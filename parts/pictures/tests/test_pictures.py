@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-import checkpoint
 import fakes
 import families
 import grpo
+import identity
 import inputs
 import model
 import plan
@@ -194,9 +194,9 @@ def test_bytes_and_structs_are_the_picture_and_another_one_is_another_row(folder
         assert opened(pictured.source_of(value, folder)).tobytes() == opened(whole).tobytes()
     shutil.copy(folder / "a.png", folder / "e.png")
     one, = read(folder, {"prompt": "q", "image": "e.png"})
-    (_, before), = checkpoint.row_digests([one])
+    (_, before), = identity.row_digests([one])
     shutil.copy(folder / "b.png", folder / "e.png")
-    (_, after), = checkpoint.row_digests([one])
+    (_, after), = identity.row_digests([one])
     assert before != after
 
 

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import checkpoint
 import data
 import fakes
+import identity
 from errors import SettingsError
 from examples import tiny
 from families import ROOT
@@ -207,9 +207,9 @@ def test_longer_chats_are_left_out_and_another_target_is_another_row(tmp_path):
     for limit, kept in (longest, 2), (longest - 1, 1):  # a row of exactly --max_tokens is kept
         found, note = rows_of(tmp_path, rows, tokenizer, max_tokens=limit)
         assert len(found) == kept and f"left out: {2 - kept} longer than {limit}" in note
-    before = checkpoint.row_digests([row])
+    before = identity.row_digests([row])
     row.target[1][-1] ^= True
-    assert checkpoint.row_digests([row]) != before
+    assert identity.row_digests([row]) != before
     tokenizer.chat_template, end = None, tokenizer.eos_token
     (row,), _ = rows_of(tmp_path, [{"messages": CHAT[:4]}], tokenizer)
     assert tokenizer.decode(row.target[0]) == (
