@@ -34,6 +34,7 @@ from worker import ROOT, find_file, load_file
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 GENERATED_ROWS = 1000  # of tiny and reasoning_gym
+MOST_ROWS = 1_000_000  # of a function of the user: one more is taken for rows without an end
 
 
 @dataclass
@@ -123,9 +124,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make = make or make_row
     raw, name = read(spec, seed)
     marks, rows = marks_of(tokenizer, eos_ids), []
-    quiet = os.environ.get("RANK", "0") != "0"
-    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
-            raw, spec, delay=10, mininterval=10, unit=" rows", disable=quiet)):
+    for index, columns in enumerate(progress(raw, spec)):
         try:
             row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
@@ -152,7 +151,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     ValueError, SettingsError: it cannot be read, or the chat template has no place for something
     that it holds. name: that of the data. marks: texts that the row's own words must not contain.
     """
-    columns = {column: plain(value, column) for column, value in columns.items()}
+    columns = plain(columns, "")
     messages = messages_of(columns, args.prompt_template, args.system)
     column, answer = answer_of(columns)
     if not messages:
@@ -202,7 +201,8 @@ def plain(value, column: str):
     if isinstance(value, SAYING):
         return value
     if isinstance(value, Mapping):
-        return {str(plain(key, column)): plain(one, column) for key, one in value.items()}
+        return {str(plain(key, column)): plain(one, column or str(key))
+                for key, one in value.items()}
     if isinstance(value, Set):
         value = sorted(value, key=lambda one: (str(type(one)), str(one)))
     if isinstance(value, Sequence):
@@ -356,19 +356,26 @@ def reading(spec: str, function, *args) -> list[dict]:
 
 
 def rows_of_function(spec: str, seed: int) -> list[dict]:
-    """Returns the rows that the function of FILE.py:NAME returns or yields. It is called once on
-    each rank, with the seed. SettingsError: there is no such function, it fails (with the line of
-    the file), or its result is not rows."""
+    """Returns the rows that the function of FILE.py:NAME returns or yields, each with values of its
+    own (`plain`), so the function may fill one dict again and again. It is called once on each
+    rank, with the seed. SettingsError: there is no such function, it fails (with the line of the
+    file), its result is not rows, or it has more than MOST_ROWS."""
     path, _, name = spec.rpartition(":")
     if not (found := find_file(path)):
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
-    found = found.resolve()
+    found, rows = found.resolve(), []
     with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
         try:
             function = vars(load_file(found)).get(name)
             if function is None:
                 raise ValueError(f"{path} has no {name}")
-            rows = list(function(seed))
+            for row in progress(function(seed), spec):
+                rows.append(plain_row(row, len(rows) + 1, spec))
+                if len(rows) > MOST_ROWS:
+                    raise SettingsError(f"{spec} gives more than {MOST_ROWS:,} rows, perhaps "
+                                        "without an end. Would work: a function that ends.")
+        except SettingsError:
+            raise
         except Exception as error:  # the file may raise anything
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
                      if frame.filename == str(found)]
@@ -376,12 +383,26 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
                 raise
             raise SettingsError(f"{spec} raised {type(error).__name__} in line {lines[-1]} of "
                                 f"{path}: {one_line(error)[:300]}") from error
-        wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
-        if wrong:
-            raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")
         if not rows:
             raise ValueError("it gave none")
     return rows
+
+
+def plain_row(row, number: int, spec: str) -> dict:
+    """Returns a row of a function with plain values. ValueError: it is no dict. SettingsError: it
+    holds a value of another type."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"row {number} is {row!r:.80}, which is no dict")
+    try:
+        return plain(row, "")
+    except ValueError as error:
+        raise SettingsError(f"{spec}, row {number}: {error}") from None
+
+
+def progress(rows, spec: str):
+    """Yields the rows. After ten seconds a line on rank 0 shows how many there were."""
+    quiet = os.environ.get("RANK", "0") != "0"
+    return tqdm(rows, spec, delay=10, mininterval=10, unit=" rows", disable=quiet)
 
 
 def read_hub(name: str, config: str | None, split: str) -> list[dict]:
