@@ -27,7 +27,7 @@ import dist
 import losses
 import part
 from data import DataArgs, Row, load, make_row
-from errors import Mistakes, SettingsError
+from errors import Mistakes, SettingsError, tell
 from evaluate import EvalArgs
 from files import read
 from metrics import show_metrics
@@ -36,7 +36,18 @@ from part import ask, wrapped
 from plan import Memory, PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
-from settings import Count, Flags, Number, Positive, Range, not_default, restored, values_of
+from settings import (
+    Count,
+    Flags,
+    Number,
+    Positive,
+    Range,
+    changed,
+    lists_of,
+    not_default,
+    restored,
+    values_of,
+)
 from worker import ROOT, find_file, load_file
 
 # ---- the flags of the loss ----
@@ -374,6 +385,13 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
 """
 
 
+TEXTS = ("prompt_template", "system", "stop")  # flags whose words the model reads or writes
+# A backslash with n, r or t, except at the beginning of a word of LaTeX, and except after another
+# backslash. Of the many words with t and r each one counts.
+LATEX = ("ne|neq|neg|nu|nabla|not|notin|ni|nmid|nleq|ngeq|nexists|newline|newcommand|nonumber|"
+         "nolimits|nparallel|nsubseteq|nearrow|nwarrow|natural|normalsize")
+BREAK = re.compile(rf"(?<!\\)\\(?:(?!(?:{LATEX})(?![A-Za-z]))(n)|([rt])(?![A-Za-z]))")
+
 OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run does not keep these
 
 
@@ -381,9 +399,10 @@ def parse(kind: type, description: str):
     """Reads the command line → the script's Args. If --name is a run of this script that exists,
     flags that are not given have the run's values, but for those of OF_A_CALL. A mistake is printed
     as a sentence and ends the process with status 2; --metrics prints and ends it too."""
-    mistakes, words = Mistakes(), sys.argv[1:]
+    open_streams()
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    mistakes, words = Mistakes(), with_breaks(sys.argv[1:])
     args = mistakes.attempt(parse_words, kind, description, words)
     path = Path("runs", args.name, "args.json") if args and args.name else None
     if path and path.is_file():
@@ -396,6 +415,57 @@ def parse(kind: type, description: str):
     if args.plan_args.metrics:
         dist.run(show_metrics)
     return args
+
+
+def open_streams() -> None:
+    """Opens standard input, output and errors as /dev/null where they are closed (`>&-`). Else the
+    next file would get the number of one, and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout, sys.stderr = (found or open(number, "w", closefd=False)
+                              for number, found in ((1, sys.stdout), (2, sys.stderr)))
+
+
+def with_breaks(words: list[str]) -> list[str]:
+    """Returns the words of a command line. In the values of TEXTS a backslash and an n, which a
+    shell passes on as they are, become a line break (r, t: as in Python); it prints which."""
+    found, name = [], ""
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        name = flag[2:].replace("-", "_") if flag else name
+        read = BREAK.sub(lambda match: {"n": "\n", "r": "\r", "t": "\t"}[match[1] or match[2]], value)
+        if name in TEXTS and read != value:
+            word = flag + equals + read
+            if os.environ.get("RANK", "0") == "0":
+                tell(f"--{name}: a backslash with n, r or t is a line break or a tab: {read!r}")
+        found.append(word)
+    return found
+
+
+def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], object]:
+    """Puts together the values of a list that is given in several places, such as `--reward exact
+    --reward short:0.2` → the words, and the Args of what is not in them. default: None, or those of
+    an earlier run."""
+    lists = {name: [] for name in lists_of(kind())}
+    rest, here = [], None  # here: (words, values) of the list that is being read
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            name = flag[2:].replace("-", "_")
+            here = ([word], [value] * bool(equals)) if name in lists else None
+            if here:
+                lists[name].append(here)
+        elif here:
+            here[0].append(word), here[1].append(word)
+        rest += [] if here else [word]
+    for name, given in lists.items():
+        values = sum((some for _, some in given), [])
+        if len(given) > 1 and any(value.startswith("-") for value in values):  # no words of tyro's
+            default = changed(default or kind(), **{name: (*values,)})
+        else:
+            rest += [f"--{name}", *values] if len(given) > 1 else sum((it for it, _ in given), [])
+    return rest, default
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
@@ -418,10 +488,12 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     return parse_words(kind, description, words, default=default)
 
 
-def parse_words(kind: type, description: str, words: list[str], **options):
+def parse_words(kind: type, description: str, words: list[str], default=None):
     """Reads words of a command line → Args. SettingsError: what tyro says of a wrong word, or what
     a flag of another system is called here."""
     said = io.StringIO()
+    words, default = as_one_list(kind, words, default)
+    options = {} if default is None else {"default": default}
     try:
         with redirect_stderr(said):
             return tyro.cli(kind, description=TEN + description, args=words, use_underscores=True,
@@ -433,7 +505,7 @@ def parse_words(kind: type, description: str, words: list[str], **options):
             dist.run(Mistakes().stop)
         for found, rest in ask("unknown", words):
             mistakes = Mistakes(found)
-            mistakes.attempt(parse_words, kind, description, rest, **options)
+            mistakes.attempt(parse_words, kind, description, rest, default)
             mistakes.stop()
         lines = said.getvalue().splitlines()  # in a frame, which some terminals have in ASCII
         inside = " ".join(line.strip("│| ") for line in lines if line.startswith(("│", "|")))

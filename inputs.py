@@ -123,6 +123,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     if args.lr >= 100 * usual.lr:
         warnings[f"--lr {args.lr:g} is {args.lr / usual.lr:,.0f} times the usual rate for a model "
                  f"of this size. Would work: --lr {usual.lr:g}."] = ""
+    late_counts(args, warnings)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
@@ -141,6 +142,23 @@ def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
         found = mistakes.attempt(rewards.check, list(args.reward), args)
     mistakes.stop()
     return found
+
+
+def late_counts(args, warnings: dict):
+    """Adds a warning for each count of steps that a run of so few steps does not reach."""
+    if args.eval_args.eval_only or not args.steps:
+        return
+    warmup, wait = args.optimizer_args.warmup_steps, 0
+    if args.critic_args:
+        wait = args.critic_args.critic_warmup_steps
+    if warmup and warmup + wait >= args.steps:
+        after = f" after --critic_warmup_steps {wait}" if wait else ""
+        warnings[f"--warmup_steps {warmup}{after} ends when the {args.steps} --steps do, or later: "
+                 "the rate only rises."] = ""
+    for name, every in (("eval_every", args.eval_args.eval_every),
+                        ("save_every", args.run_args.save_every)):
+        if (every or 0) > args.steps:
+            warnings[f"--{name} {every} is more than --steps {args.steps}: it does nothing."] = ""
 
 
 # ---- the rows ----

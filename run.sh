@@ -158,6 +158,7 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
     if given "$flag" "$@"; then grade=; fi
   done
   if given --model "$@"; then model=; fi
+  if given --reward "$@"; then rows=$(sed 's/--reward [^ ]*//' <<<"$rows"); fi  # not beside it
   if given --data "$@"; then rows=; fi
   if goes_on "$@"; then grade=; model=; rows=; fi
   if [ -n "${STEPS:-}" ]; then grade=; set -- "$@" --steps "$STEPS"; fi
