@@ -60,7 +60,8 @@ class Row:
     columns: dict
     source: str  # its column `data_source`, or the name of the data
     finished: bool = False  # its text was a rendered chat already
-    # {"prompt" or "answer": words for the column that it was read from}; None: the row has none.
+    # {"prompt", "answer" or "system message": words for the column that it was read from}; None:
+    # the row has none.
     read: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -171,11 +172,14 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; before a plain text the tokenizer puts it.
     ids = prompt_ids(text, tokenizer, plain=tokenizer.chat_template is None and not finished)
-    prompt_column = first_of((*PROMPTS, *CHATS), columns)
+    read = {"prompt": first_of((*PROMPTS, *CHATS), columns),
+            "answer": column if str(answer).strip() else None}
     if args.prompt_template:
-        prompt_column = "--prompt_template"
-    return Row(index, text, ids, answer, columns, source, finished,
-               {"prompt": prompt_column, "answer": column if str(answer).strip() else None})
+        read["prompt"] = "--prompt_template"
+    system = first_of(("system", "system_prompt"), columns)
+    if system and args.system is None and messages[0]["content"] == columns[system]:
+        read["system message"] = system
+    return Row(index, text, ids, answer, columns, source, finished, read)
 
 
 BASIC = (bool, str, int, float, bytes)
@@ -223,6 +227,7 @@ MAY_BE_UNUSED = ("role", "content", "name", "tool_call_id", "weight")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Columns that are refused if they hold a value of this type, because it belongs to the prompt and
 # would be left out. (A `history` that is a text is a subject of school.)
+KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
 
@@ -323,6 +328,12 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     if ".py:" in spec:
         return rows_of_function(spec, seed), Path(spec).name
     path = os.path.expanduser(spec)
+    name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", path, re.DOTALL).groups()
+    if name in ("tiny", "reasoning_gym"):  # also where a folder has this name
+        from examples import reasoning_gym_tasks, tiny
+        make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
+        return (make(GENERATED_ROWS, seed, config, split or "train"),
+                f"{name}/{config}" if config else name)
     if os.path.isfile(path) and path.endswith(FILES):
         rows = reading(spec, read_file, path)
         name = "/".join(Path(path).with_suffix("").parts[-2:])  # FOLDER/FILE
@@ -332,12 +343,6 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
             "another form: FILE.py:NAME, a function that returns or yields dicts, such as "
             "`def rows(seed): return datasets.load_from_disk(\"FOLDER\")`.")
     else:
-        name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", path, re.DOTALL).groups()
-        if name in ("tiny", "reasoning_gym"):
-            from examples import reasoning_gym_tasks, tiny
-            make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
-            return (make(GENERATED_ROWS, seed, config, split or "train"),
-                    f"{name}/{config}" if config else name)
         rows = reading(spec, read_hub, name, config or None, split or "train")
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
@@ -423,10 +428,18 @@ def read_file(path: str) -> list[dict]:
     return read_csv(text) if path.endswith(".csv") else read_json(text)
 
 
+def once(names: list[str], what: str) -> None:
+    """ValueError: one of the names is there twice, so that one value would replace another."""
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the {what} {twice} is there twice")
+
+
 def from_arrow(table) -> list[dict]:
     """Returns the rows of an Arrow table. In Arrow each struct has the keys of all rows, null where
     a row lacks one: these are taken out."""
     import pyarrow as pa
+    once(table.schema.names, "column")
 
     def plain(value, kind):
         if pa.types.is_struct(kind) and value is not None:
@@ -442,7 +455,12 @@ def from_arrow(table) -> list[dict]:
 
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another: so .json and .jsonl are read alike."""
-    rows, at, space, decoder = [], 0, re.compile(r"\s*"), json.JSONDecoder()
+    def unique(pairs: list[tuple]) -> dict:
+        once([key for key, _ in pairs], "key")
+        return dict(pairs)
+
+    rows, at, space = [], 0, re.compile(r"\s*")
+    decoder = json.JSONDecoder(object_pairs_hook=unique)
     while (at := space.match(text, at).end()) < len(text):
         found, at = decoder.raw_decode(text, at)  # an error names line and column
         rows += found if isinstance(found, list) else [found]
@@ -457,6 +475,7 @@ def read_csv(text: str) -> list[dict]:
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     names, rows = next(reader, []), []
+    once(names, "column")
     for cells in filter(None, reader):
         if len(cells) != len(names):
             raise ValueError(f"line {reader.line_num} does not fit the first line")

@@ -23,8 +23,9 @@ from errors import Mistakes, SettingsError, as_sentence, numbered, tell
 from model_files import shape_from
 from part import ask, extended
 from plan import GIB, Plan, Shape, count, problems
-from settings import changed
+from settings import changed, values_of
 from texts import check_tokenizer, eos_ids
+from worker import find_file
 
 
 @dataclass
@@ -112,6 +113,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     notes += [f"--{flag} has {what_is_read(found)}"
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
+    what_is_unread(args, everything, scorer.reads, warnings)
     what_is_shared(rows if trains else [], eval_rows, warnings)
     scored = everything if trains else eval_rows
     rewards.check_rows(scorer.needs, scored, warnings)
@@ -177,6 +179,49 @@ def what_is_read(rows: list[data.Row]) -> str:
     if common and 2 * sum(words.values()) <= answers.total():
         found.append("answers without a digit: " + ", ".join(common))
     return "; ".join(found)
+
+
+# Names of columns that belong to a question, and of those that tell of its answer or its origin.
+ASKED = re.compile("option|choice|context|passage|premise|hypothes|document|paragraph|evidence|"
+                   "table|schema|story|article|hint|^input|^(prompt|question|problem)$")
+BESIDE = re.compile("answer|solution|respon|complet|generat|reason|rational|explan|thought|trace|"
+                    "output|label|messages|conversations|extra_info|reward|meta|url|source")
+LONG = 100  # characters of a text that may be a part of a question, whatever its column is called
+
+
+def what_is_unread(args, rows: list[data.Row], reads: list[str], warnings: dict):
+    """Adds a warning if columns that look like a part of the question, such as choices or a long
+    text, are not in the prompt and no reward or environment reads them. reads: the parameters of
+    the rewards. A function that takes all columns reads those that its file names."""
+    flags = values_of(args) | {"data": "", "eval_data": ""}
+    files = {*re.findall(r"'([^']+\.py):", repr([*flags.values()]))}
+    code = "".join(path.read_text() for path in map(find_file, sorted(files)) if path)
+    template = args.data_args.prompt_template or ""
+    found = {}  # in the order of the row's columns
+    for row in rows[:FIRST]:
+        for column, value in row.columns.items():
+            texts, name = texts_in(value), column.lower()
+            long = isinstance(value, list | dict) or len("".join(texts)) > LONG
+            if (ASKED.search(name) or long and not BESIDE.search(name)) and not (
+                    column in reads or column in row.read.values() or column in data.KEYS
+                    or f"{{{column}}}" in template
+                    or re.search(rf"\b{re.escape(column)}\b", code)
+                    or all(re.search(rf"(?<!\w){re.escape(text.strip())}(?!\w)", row.prompt)
+                           for text in texts)):
+                found[column] = row
+    if found:
+        own = "{prompt}" if "question" in found else "{question}"
+        filled = "\\n".join([own, *(f"{{{column}}}" for column in found)])
+        row = next(iter(found.values()))
+        warnings[f"nothing reads {', '.join(found)} of row {row.number} of {row.source}: is it a "
+                 f"part of the question? Would work: --prompt_template '{filled}'."] = ""
+
+
+def texts_in(value) -> list[str]:
+    """Returns the texts in a value, at any depth."""
+    if isinstance(value, dict | list):
+        return sum(map(texts_in, value.values() if isinstance(value, dict) else value), [])
+    return [value] if isinstance(value, str) else []
 
 
 def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row], warnings: dict):
