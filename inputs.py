@@ -206,8 +206,7 @@ def what_is_unread(args, rows: list[data.Row], reads: list[str], warnings: dict)
                     column in reads or column in row.read.values() or column in data.KEYS
                     or f"{{{column}}}" in template
                     or re.search(rf"\b{re.escape(column)}\b", code)
-                    or all(re.search(rf"(?<!\w){re.escape(text.strip())}(?!\w)", row.prompt)
-                           for text in texts)):
+                    or all(as_words(text.strip(), row.prompt) for text in texts)):
                 found[column] = row
     if found:
         own = "{prompt}" if "question" in found else "{question}"
@@ -215,6 +214,12 @@ def what_is_unread(args, rows: list[data.Row], reads: list[str], warnings: dict)
         row = next(iter(found.values()))
         warnings[f"nothing reads {', '.join(found)} of row {row.number} of {row.source}: is it a "
                  f"part of the question? Would work: --prompt_template '{filled}'."] = ""
+
+
+def as_words(text: str, prompt: str) -> bool:
+    """Returns whether a text stands in a prompt, and not only as a part of a word."""
+    return bool(re.search(
+        rf"(?:(?<!\w)|(?!\w)){re.escape(text)}(?:(?!\w)|(?<!\w))", prompt))
 
 
 def texts_in(value) -> list[str]:
