@@ -27,6 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import SettingsError, as_sentence
+from files import not_a_pointer
 from messages import CHATS, PROMPTS, answer_of, first_of, from_json, messages_of, not_null
 from settings import Count, Flags
 from texts import Marks, marks_of, prompt_ids, templated
@@ -354,6 +355,8 @@ def reading(spec: str, function, *args) -> list[dict]:
     with the cause that `datasets` hides behind a general error."""
     try:
         return function(*args)
+    except SettingsError:
+        raise
     except Exception as error:
         reason = error.__cause__ or error
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
@@ -421,6 +424,7 @@ def read_hub(name: str, config: str | None, split: str) -> list[dict]:
 
 def read_file(path: str) -> list[dict]:
     """Reads the rows of a file, whose name ends in one of FILES."""
+    not_a_pointer(path)
     if path.endswith(".parquet"):
         import pyarrow.parquet
         return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table: "a:b" is a URI

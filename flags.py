@@ -27,7 +27,7 @@ import dist
 import losses
 import part
 from data import DataArgs, Row, load, make_row
-from errors import Mistakes, SettingsError, tell
+from errors import Mistakes, SettingsError, open_streams, tell
 from evaluate import EvalArgs
 from files import read
 from metrics import show_metrics
@@ -392,6 +392,8 @@ LATEX = ("ne|neq|neg|nu|nabla|not|notin|ni|nmid|nleq|ngeq|nexists|newline|newcom
          "nolimits|nparallel|nsubseteq|nearrow|nwarrow|natural|normalsize")
 BREAK = re.compile(rf"(?<!\\)\\(?:(?!(?:{LATEX})(?![A-Za-z]))(n)|([rt])(?![A-Za-z]))")
 
+SIGNS = {"n": "\n", "r": "\r", "t": "\t"}
+
 OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run does not keep these
 
 
@@ -417,16 +419,6 @@ def parse(kind: type, description: str):
     return args
 
 
-def open_streams() -> None:
-    """Opens standard input, output and errors as /dev/null where they are closed (`>&-`). Else the
-    next file would get the number of one, and what is printed."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    sys.stdout, sys.stderr = (found or open(number, "w", closefd=False)
-                              for number, found in ((1, sys.stdout), (2, sys.stderr)))
-
-
 def with_breaks(words: list[str]) -> list[str]:
     """Returns the words of a command line. In the values of TEXTS a backslash and an n, which a
     shell passes on as they are, become a line break (r, t: as in Python); it prints which."""
@@ -434,7 +426,7 @@ def with_breaks(words: list[str]) -> list[str]:
     for word in words:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         name = flag[2:].replace("-", "_") if flag else name
-        read = BREAK.sub(lambda match: {"n": "\n", "r": "\r", "t": "\t"}[match[1] or match[2]], value)
+        read = BREAK.sub(lambda match: SIGNS[match[1] or match[2]], value)
         if name in TEXTS and read != value:
             word = flag + equals + read
             if os.environ.get("RANK", "0") == "0":

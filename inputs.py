@@ -195,7 +195,7 @@ def what_is_unread(args, rows: list[data.Row], reads: list[str], warnings: dict)
     the rewards. A function that takes all columns reads those that its file names."""
     flags = values_of(args) | {"data": "", "eval_data": ""}
     files = {*re.findall(r"'([^']+\.py):", repr([*flags.values()]))}
-    code = "".join(path.read_text() for path in map(find_file, sorted(files)) if path)
+    code = "".join(path.read_text(errors="replace") for path in map(find_file, sorted(files)) if path)
     template = args.data_args.prompt_template or ""
     found = {}  # in the order of the row's columns
     for row in rows[:FIRST]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import SettingsError, as_sentence
 from family import Family, Shape
+from files import not_a_pointer
 from part import asked
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
@@ -42,6 +43,8 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
     """
     path, works = Path(model), ""
     if (path / "config.json").is_file():
+        for file in filter(Path.is_file, path.iterdir()):
+            not_a_pointer(file)
         return model
     why = next((said for file, said in OTHERS.items() if (path / file).exists()),
                "this folder has no config.json")
@@ -106,7 +109,7 @@ def config_of(folder: str, flag: str = "model"):
         "rope_parameters")))
     known = family_of(config).architecture
     for what, wrong in (
-            (f"model_type {kind}", not known),
+            (f"model_type {kind}", not known or kind not in families() and has_experts(said)),
             (f"architecture {classes}", classes != [known] * len(classes)),
             ("quantized weights", "quantization_config" in said),
             ("transformers_weights", said.get("transformers_weights")),
@@ -117,6 +120,12 @@ def config_of(folder: str, flag: str = "model"):
                 f"--{flag} {folder} has {what}, which is not supported. Would work: "
                 f"{', '.join(['a causal language model of transformers', *families()])}.")
     return config
+
+
+def has_experts(said: dict) -> bool:
+    """Returns whether a config.json is of a mixture of experts, by its keys."""
+    keys = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    return any((said.get(key) or 0) > 1 for key in keys)
 
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:

@@ -104,7 +104,8 @@ def score_samples(run, samples: list, group: int) -> None:
         run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
-        more = run.scorer.seconds([items])  # rewards have limits of time of their own
+        # Rewards have limits of time of their own, and a worker's first call loads.
+        more = run.scorer.seconds([items]) + START_SECONDS
         scored = run.world.gather(list(zip(texts, scores, strict=True)), more)
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
@@ -208,7 +209,8 @@ def check_rows(needs: list, rows: list, warnings: dict, flag: str = "reward"):
                 raise SettingsError(f"{where} has none.")
         if always or not (without := [row for row in rows if row.answer is None]):
             continue
-        said = f"--{flag} {name} takes an answer, and {len(without):,} of {len(rows):,} rows have none"
+        some = f"{len(without):,} of {len(rows):,}"
+        said = f"--{flag} {name} takes an answer, and {some} rows have none"
         if len(without) == len(rows):
             raise SettingsError(f"{said}. Their columns are {', '.join(rows[0].columns)}. Would "
                                 f"work: an answer in {', '.join(ANSWERS)}.")
@@ -223,8 +225,8 @@ def try_once(args, rows: list, pool: "Pool", warnings: dict) -> None:
     has one too. pool: that of `check`.
     """
     for name in pool.silent:
-        warnings[f"--reward {name} has no `return` with a value, so no completion has a reward."] = (
-            "rollout/unscored")
+        said = f"--reward {name} has no `return` with a value, so no completion has a reward."
+        warnings[said] = "rollout/unscored"
     if pool.waits or pool.silent or not rows or not any(".py:" in spec for spec in args.reward):
         return
     row, text = rows[0], "a made-up completion"
@@ -311,8 +313,9 @@ def largest(pid: int | str) -> int:
     """
     with contextlib.suppress(OSError):
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        started = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
-        return max([(resident - shared) * PAGE, *map(largest, sum(started, []))])
+        lists = Path(f"/proc/{pid}/task").glob("*/children")  # of each thread
+        started = sum((file.read_text().split() for file in lists), [])
+        return max([(resident - shared) * PAGE, *map(largest, started)])
     return 0
 
 

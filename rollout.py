@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -361,6 +362,8 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         # vLLM would pin all ranks of this machine to the same cores. A compiler would take 10 s of
         # the first call; TORCH_COMPILE_DISABLE would be too late, since FSDP's import has read it.
         env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
+    if len(tempfile.gettempdir()) > 60:  # the name of a socket has at most 107 characters
+        env["VLLM_RPC_BASE_PATH"] = "/tmp"
     for name, value in env.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning,

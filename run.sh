@@ -24,6 +24,7 @@
 set -euo pipefail
 case "${1:-}" in "" | -*) STARTED_AS=./run.sh ;; *) STARTED_AS="./run.sh $1" ;; esac
 export STARTED_AS  # for a run's first line
+unset CDPATH  # it would send the next line to another folder of that name
 cd "$(dirname "$0")"
 
 # Where this is set (many containers), Python compiles torch, transformers and vLLM again at every

@@ -117,7 +117,7 @@ class Reward:
         steps = [(it.opname, it.argval) for it in dis.get_instructions(code)] if code else []
         return bool(steps) and all(
             before == ("LOAD_CONST", None) if name == "RETURN_VALUE" else value is None
-            for before, (name, value) in pairwise(steps) if name in ("RETURN_VALUE", "RETURN_CONST"))
+            for before, (name, value) in pairwise(steps) if name.startswith("RETURN_"))
 
 
 def fresh(value):
@@ -238,10 +238,10 @@ def number(value) -> float | None:
 # ---- the process ----
 #
 # A worker and the trainer talk over a socket. The worker receives pickles: first what to load, then
-# lists of calls. It sends lines of JSON, because a pickle that a reward
-# wrote could run code in the trainer: first what the pool needs to know of the functions (or a text
-# that explains why they cannot be loaded), then one line of results for each list of calls. What a
-# reward prints goes to the trainer's output.
+# lists of calls. It sends lines of JSON, because a pickle that a reward wrote could run code in the
+# trainer: first what the pool needs to know of the functions (or a text that explains why they
+# cannot be loaded), then one line of results for each list of calls. What a reward prints goes to
+# the trainer's output.
 
 def load(parts: list[Part]) -> tuple[list[Reward], dict]:
     """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by

@@ -3,17 +3,13 @@ of a file is read as it is meant, or refused in one sentence that names it."""
 import json
 import pickle
 import unicodedata
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-import data
-import fakes
-import rewards
-from errors import SettingsError
 from tables import table
 from test_rewards import item, score, totals
-from test_rows import load, sentence, store
+from test_rows import load, sentence
 
 # ---- types: what a row of FILE.py:NAME holds, and what of it is read
 
@@ -93,7 +89,8 @@ class Point:
     y: int
 def rows(seed): return [{"prompt": "q"}, {"prompt": "q"} | ROW]
 """
-PLACES = {"unread": "{'x': VALUE}", "answer": "{'answer': VALUE}", "deep": "{'x': {'y': ['', VALUE]}}"}
+PLACES = {"unread": "{'x': VALUE}", "answer": "{'answer': VALUE}",
+          "deep": "{'x': {'y': ['', VALUE]}}"}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -118,15 +115,16 @@ def test_a_value_of_any_type_is_read_or_its_row_column_and_type_are_named(
 
 LETTERS = "café Zürich 한국 ἀρχή Ångström naïve Ωmega Đặng".split()
 NAMED = {"exact": "{}", "math": r"\text{{{}}}", "kk01": "(1) {} is a knight", "reasoning_gym": "{}"}
-SAID = {"exact": " {}\n", "math": r"so \boxed{{\text{{{}}}}}", "reasoning_gym": "<answer>{}</answer>",
+SAID = {"exact": " {}\n", "math": r"so \boxed{{\text{{{}}}}}",
+        "reasoning_gym": "<answer>{}</answer>",
         "kk01": "<think>a</think><answer>(1) {} is a knight</answer>"}
 
 
 @pytest.mark.parametrize("reward", NAMED)
 def test_a_letter_is_the_same_in_any_form_of_unicode(reward):
     """An é may be one sign or two; Å is also the sign of a unit."""
-    forms = [*(lambda text, form=form: unicodedata.normalize(form, text) for form in ("NFC", "NFD")),
-             lambda text: text.replace("Å", "\\N{ANGSTROM SIGN}".encode().decode("unicode_escape"))]
+    forms = [*(partial(unicodedata.normalize, form) for form in ("NFC", "NFD")),
+             lambda text: text.replace("Å", unicodedata.lookup("ANGSTROM SIGN"))]
     more = {"metadata": {"source_dataset": "letter_jumble"}} if reward == "reasoning_gym" else {}
     cases = [(NAMED[reward].format(one(word)), SAID[reward].format(other(said)))
              for word in LETTERS for said in (word, word.translate({233: "e", 252: "u", 7841: "a"}))
@@ -134,6 +132,7 @@ def test_a_letter_is_the_same_in_any_form_of_unicode(reward):
     right = [float(unicodedata.normalize("NFC", answer.split()[1] if reward == "kk01" else answer)
                    in unicodedata.normalize("NFC", said)) for answer, said in cases]
     assert 0 < sum(right) < len(right)
-    found = totals(score([reward], [item(said, answer, **more) for answer, said in cases], timeout=60.0))
+    items = [item(said, answer, **more) for answer, said in cases]
+    found = totals(score([reward], items, timeout=60.0))
     wrong = [(case, pay) for case, pay, one in zip(cases, found, right, strict=True) if pay != one]
     assert not wrong

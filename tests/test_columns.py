@@ -27,7 +27,7 @@ SHAPES = {  # of public data sets: the rest of the row, and what of it belongs t
     "medqa": ({"options": {"A": "x", "B": "y"}, "meta_info": "step1"}, "options"),
     "tabular": ({"table": [["a", "b"], ["c", "d"]]}, "table"),
     "t0": ({"answer_choices": ["yes", "no"]}, "answer_choices"),
-    "two": ({"prompt": "Be brief.", "problem": "What is it then, and why?" * 9}, "question problem"),
+    "two": ({"prompt": "Be brief.", "problem": "What is it, and why?" * 9}, "question problem"),
     "unknown": ({"lore": LONG}, "lore"),
     "nli": ({"premise": "A man eats.", "hypothesis": "He is full."}, "premise hypothesis"),
     "math": ({"solution": LONG, "level": "Level 5", "type": "Algebra", "explanation": LONG}, ""),
@@ -49,7 +49,8 @@ def said(tmp_path, rows: list[dict], reads=("completion", "answer", "row"), **fl
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_part_of_the_question_that_nothing_reads_is_named(tmp_path, shape):
     more, parts = SHAPES[shape]
-    rows, parts = [{"question": "Which?", "answer": "a"}, {"question": "Which?"} | more], parts.split()
+    row, parts = {"question": "Which?"}, parts.split()
+    rows = [row | {"answer": "a"}, row | more]
     random.Random(3).shuffle(rows)
     text = said(tmp_path, rows)
     assert ("--prompt_template" in text) == bool(parts), text

@@ -1,18 +1,10 @@
 """What a function of the user is handed is its own: whatever it does with it, no other call, no
 other function and no metric changes. And what it runs into is said, never paid."""
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import fakes
 import rewards
-from data import Row
-from errors import SettingsError
-from forked import PYTHON
-from life import ADVANTAGE, LOSS, Life
+from life import LOSS, Life
 from test_rewards import item, own, parts, score, totals  # noqa: F401
 
 SPOIL = """
@@ -74,8 +66,8 @@ def test_a_reward_finds_the_users_library_and_a_library_hides_nothing(own, tmp_p
     """PYTHONPATH was lost: the rows' function found it, the reward did not."""
     for name, code in LIBRARY.items():
         own(code, f"../{name}")  # a colon would end a folder of PYTHONPATH
-    spec = own("import mylib, data, rewards, numpy_like, subprocess\nfrom verifiers import last_boxed\n"
-               "def f(completion):\n    child = subprocess.run([sys.executable, '-c', "
+    spec = own("import mylib, data, rewards, numpy_like, subprocess\n"
+               "from verifiers import last_boxed\ndef f(completion):\n    child = subprocess.run([sys.executable, '-c', "
                "'import mylib; print(mylib.N)'], capture_output=True, text=True)\n"
                "    return mylib.N + data.N + rewards.N + numpy_like.N + 10 * int(child.stdout)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/lib:/nowhere")
@@ -101,21 +93,22 @@ def test_a_limit_that_a_reward_or_its_child_runs_into_is_no_reward(own, monkeypa
                f"        {deed}\n    except Exception:\n        return 0.0\n    return 0.0")
     one, = score([spec], ["x"], timeout=20.0)
     assert one.total is None and "memory" in one.error, one
-    big = own("import subprocess\ndef f(completion):\n    return subprocess.run([sys.executable, '-c', "
-              "'import mmap; mmap.mmap(-1, 1 << 34)']).returncode", "big.py")
+    big = own("import subprocess\ndef f(completion):\n"
+              "    return subprocess.run([sys.executable, '-c', 'import mmap; mmap.mmap(-1, 1 << 34)']).returncode", "big.py")
     assert totals(score([big], ["x"])) == [0]  # only reserved, as Java and Go do
 
 
 # ---- losses, advantages and rows: a whole run
 
-ALL = "; ".join(code for deed, code in DEEDS.items() if "writes" not in deed[:6] and "slow" not in deed)
+ALL = "; ".join(code for deed, code in DEEDS.items()
+                if not deed.startswith("writes") and "slow" not in deed)
 DOORS = {
     "loss.py": LOSS.format(1).replace("    ratio", "    given = [logp, old, A, row, others]\n"
         "    logp, old, A = logp + 0, old + 0, A + 0\n    DEED\n    ratio"),
     "adv.py": "def own(rewards, group, **others):\n    value = 1 * (rewards - rewards.mean())\n"
               "    given = [rewards, others]\n    DEED\n    return value\n",
-    "rew.py": "def mine(completion, answer, **row):\n    value = 1 * len({*completion} & {*answer})\n"
-              "    given = row\n    DEED\n    return value\n"}
+    "rew.py": "def mine(completion, answer, **row):\n"
+              "    value = 1 * len({*completion} & {*answer})\n    given = row\n    DEED\n    return value\n"}
 
 
 @pytest.fixture

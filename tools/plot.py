@@ -152,6 +152,7 @@ def table(groups: list[list[Run]], reward: str = "reward/mean") -> str:
 
 def draw(groups: list[list[Run]], path, rewards: tuple[str, ...] = ("reward/mean",)):
     """A panel for each metric that all runs have, `rewards` first. path: or a file."""
+    os.environ["MPLBACKEND"] = "agg"  # that of a notebook would have to be importable here
     from matplotlib.figure import Figure
     runs = [run for group in groups for run in group]
     panels = [name for name in (*rewards, *PANELS) if all(name in run.metrics for run in runs)]
