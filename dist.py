@@ -33,7 +33,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 FOREVER = datetime.timedelta(9999)  # longer than any run; gloo counts nanoseconds in 64 bits
 # A process without copies has these values, or the variables are not set.
 NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1",  # Open MPI
-           "PMI_SIZE": "1", "PMI_RANK": "0", "PMIX_RANK": "0", "MPI_LOCALNRANKS": "1",  # MPICH
+           "PMI_SIZE": "1", "PMIX_RANK": "0",  # MPICH, Intel MPI
            "MV2_COMM_WORLD_SIZE": "1", "FLUX_JOB_SIZE": "1", "JSM_NAMESPACE_SIZE": "1",
            "PALS_RANKID": "0"}
 

@@ -27,12 +27,12 @@ import dist
 import losses
 import part
 from data import DataArgs, Row, load, make_row
-from errors import Mistakes, SettingsError, open_streams, tell
+from errors import Mistakes, SettingsError, open_streams
 from evaluate import EvalArgs
 from files import read
 from metrics import show_metrics
 from model import ModelArgs, OptimizerArgs
-from part import ask, wrapped
+from part import ask, asked, wrapped
 from plan import Memory, PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
@@ -385,15 +385,6 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
 """
 
 
-TEXTS = ("prompt_template", "system", "stop")  # flags whose words the model reads or writes
-# A backslash with n, r or t, except at the beginning of a word of LaTeX, and except after another
-# backslash. Of the many words with t and r each one counts.
-LATEX = ("ne|neq|neg|nu|nabla|not|notin|ni|nmid|nleq|ngeq|nexists|newline|newcommand|nonumber|"
-         "nolimits|nparallel|nsubseteq|nearrow|nwarrow|natural|normalsize")
-BREAK = re.compile(rf"(?<!\\)\\(?:(?!(?:{LATEX})(?![A-Za-z]))(n)|([rt])(?![A-Za-z]))")
-
-SIGNS = {"n": "\n", "r": "\r", "t": "\t"}
-
 OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run does not keep these
 
 
@@ -404,7 +395,9 @@ def parse(kind: type, description: str):
     open_streams()
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    mistakes, words = Mistakes(), with_breaks(sys.argv[1:])
+    mistakes, words = Mistakes(), sys.argv[1:]
+    for read_by_part in asked("words").values():
+        words = read_by_part(words)
     args = mistakes.attempt(parse_words, kind, description, words)
     path = Path("runs", args.name, "args.json") if args and args.name else None
     if path and path.is_file():
@@ -417,22 +410,6 @@ def parse(kind: type, description: str):
     if args.plan_args.metrics:
         dist.run(show_metrics)
     return args
-
-
-def with_breaks(words: list[str]) -> list[str]:
-    """Returns the words of a command line. In the values of TEXTS a backslash and an n, which a
-    shell passes on as they are, become a line break (r, t: as in Python); it prints which."""
-    found, name = [], ""
-    for word in words:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        name = flag[2:].replace("-", "_") if flag else name
-        read = BREAK.sub(lambda match: SIGNS[match[1] or match[2]], value)
-        if name in TEXTS and read != value:
-            word = flag + equals + read
-            if os.environ.get("RANK", "0") == "0":
-                tell(f"--{name}: a backslash with n, r or t is a line break or a tab: {read!r}")
-        found.append(word)
-    return found
 
 
 def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], object]:

@@ -23,9 +23,7 @@ from errors import Mistakes, SettingsError, as_sentence, numbered, tell
 from model_files import shape_from
 from part import ask, extended
 from plan import GIB, Plan, Shape, count, problems
-from settings import changed, values_of
 from texts import check_tokenizer, eos_ids
-from worker import find_file
 
 
 @dataclass
@@ -113,19 +111,14 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     notes += [f"--{flag} has {what_is_read(found)}"
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
-    what_is_unread(args, everything, scorer.reads, warnings)
     what_is_shared(rows if trains else [], eval_rows, warnings)
     scored = everything if trains else eval_rows
     rewards.check_rows(scorer.needs, scored, warnings)
     rewards.try_once(args, scored, scorer, warnings)
     ask("check", args, files, everything)
-    usual = changed(args, lr=None)
-    for each in usual, args:
-        each.choose_rates(files.shape.params)
-    if args.lr >= 100 * usual.lr:
-        warnings[f"--lr {args.lr:g} is {args.lr / usual.lr:,.0f} times the usual rate for a model "
-                 f"of this size. Would work: --lr {usual.lr:g}."] = ""
-    late_counts(args, warnings)
+    args.choose_rates(files.shape.params)
+    for sentences in ask("warn", args, files, everything, scorer):
+        warnings |= dict.fromkeys(sentences, "")
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
@@ -146,23 +139,6 @@ def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
     return found
 
 
-def late_counts(args, warnings: dict):
-    """Adds a warning for each count of steps that a run of so few steps does not reach."""
-    if args.eval_args.eval_only or not args.steps:
-        return
-    warmup, wait = args.optimizer_args.warmup_steps, 0
-    if args.critic_args:
-        wait = args.critic_args.critic_warmup_steps
-    if warmup and warmup + wait >= args.steps:
-        after = f" after --critic_warmup_steps {wait}" if wait else ""
-        warnings[f"--warmup_steps {warmup}{after} ends when the {args.steps} --steps do, or later: "
-                 "the rate only rises."] = ""
-    for name, every in (("eval_every", args.eval_args.eval_every),
-                        ("save_every", args.run_args.save_every)):
-        if (every or 0) > args.steps:
-            warnings[f"--{name} {every} is more than --steps {args.steps}: it does nothing."] = ""
-
-
 # ---- the rows ----
 
 def what_is_read(rows: list[data.Row]) -> str:
@@ -179,54 +155,6 @@ def what_is_read(rows: list[data.Row]) -> str:
     if common and 2 * sum(words.values()) <= answers.total():
         found.append("answers without a digit: " + ", ".join(common))
     return "; ".join(found)
-
-
-# Names of columns that belong to a question, and of those that tell of its answer or its origin.
-ASKED = re.compile("option|choice|context|passage|premise|hypothes|document|paragraph|evidence|"
-                   "table|schema|story|article|hint|^input|^(prompt|question|problem)$")
-BESIDE = re.compile("answer|solution|respon|complet|generat|reason|rational|explan|thought|trace|"
-                    "output|label|messages|conversations|extra_info|reward|meta|url|source")
-LONG = 100  # characters of a text that may be a part of a question, whatever its column is called
-
-
-def what_is_unread(args, rows: list[data.Row], reads: list[str], warnings: dict):
-    """Adds a warning if columns that look like a part of the question, such as choices or a long
-    text, are not in the prompt and no reward or environment reads them. reads: the parameters of
-    the rewards. A function that takes all columns reads those that its file names."""
-    flags = values_of(args) | {"data": "", "eval_data": ""}
-    files = {*re.findall(r"'([^']+\.py):", repr([*flags.values()]))}
-    code = "".join(path.read_text(errors="replace") for path in map(find_file, sorted(files)) if path)
-    template = args.data_args.prompt_template or ""
-    found = {}  # in the order of the row's columns
-    for row in rows[:FIRST]:
-        for column, value in row.columns.items():
-            texts, name = texts_in(value), column.lower()
-            long = isinstance(value, list | dict) or len("".join(texts)) > LONG
-            if (ASKED.search(name) or long and not BESIDE.search(name)) and not (
-                    column in reads or column in row.read.values() or column in data.KEYS
-                    or f"{{{column}}}" in template
-                    or re.search(rf"\b{re.escape(column)}\b", code)
-                    or all(as_words(text.strip(), row.prompt) for text in texts)):
-                found[column] = row
-    if found:
-        own = "{prompt}" if "question" in found else "{question}"
-        filled = "\\n".join([own, *(f"{{{column}}}" for column in found)])
-        row = next(iter(found.values()))
-        warnings[f"nothing reads {', '.join(found)} of row {row.number} of {row.source}: is it a "
-                 f"part of the question? Would work: --prompt_template '{filled}'."] = ""
-
-
-def as_words(text: str, prompt: str) -> bool:
-    """Returns whether a text stands in a prompt, and not only as a part of a word."""
-    return bool(re.search(
-        rf"(?:(?<!\w)|(?!\w)){re.escape(text)}(?:(?!\w)|(?<!\w))", prompt))
-
-
-def texts_in(value) -> list[str]:
-    """Returns the texts in a value, at any depth."""
-    if isinstance(value, dict | list):
-        return sum(map(texts_in, value.values() if isinstance(value, dict) else value), [])
-    return [value] if isinstance(value, str) else []
 
 
 def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row], warnings: dict):

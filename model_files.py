@@ -108,8 +108,9 @@ def config_of(folder: str, flag: str = "model"):
     rope = re.search("dynamic|longrope", str(config.get_text_config().to_dict().get(
         "rope_parameters")))
     known = family_of(config).architecture
+    mixture = re.search(r"experts': ([2-9]|\d\d)", str(said))  # of experts, by their number
     for what, wrong in (
-            (f"model_type {kind}", not known or kind not in families() and has_experts(said)),
+            (f"model_type {kind}", not known or kind not in families() and mixture),
             (f"architecture {classes}", classes != [known] * len(classes)),
             ("quantized weights", "quantization_config" in said),
             ("transformers_weights", said.get("transformers_weights")),
@@ -120,12 +121,6 @@ def config_of(folder: str, flag: str = "model"):
                 f"--{flag} {folder} has {what}, which is not supported. Would work: "
                 f"{', '.join(['a causal language model of transformers', *families()])}.")
     return config
-
-
-def has_experts(said: dict) -> bool:
-    """Returns whether a config.json is of a mixture of experts, by its keys."""
-    keys = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
-    return any((said.get(key) or 0) > 1 for key in keys)
 
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:

@@ -339,7 +339,7 @@ class Pool:
         self.groups = False  # True: a function takes all completions of a prompt in one call
         self.waits = []  # the names of those that are `async def`
         self.silent = []  # the names of those that return nothing
-        self.reads, self.reads_all = [], False  # their parameters; whether one gets all columns
+        self.reads = []  # their parameters
         # [(reward, column, whether each row must have it), …]; None: no worker has loaded them
         self.needs = None if self.parts else []
         self.loading = START_SECONDS  # what the first call of a worker may take longer

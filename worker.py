@@ -112,8 +112,7 @@ class Reward:
     @property
     def silent(self) -> bool:
         """Whether the function is written in Python and has no `return` with a value."""
-        code = getattr(self.function, "__code__",
-                       getattr(type(self.function).__call__, "__code__", None))
+        code = getattr(self.function, "__code__", None)
         steps = [(it.opname, it.argval) for it in dis.get_instructions(code)] if code else []
         return bool(steps) and all(
             before == ("LOAD_CONST", None) if name == "RETURN_VALUE" else value is None
@@ -256,8 +255,7 @@ def load(parts: list[Part]) -> tuple[list[Reward], dict]:
         "groups": any(it.groups for it in rewards), "needs": sum(needs, []),
         "waits": [part.name for part, it in named if it.waits],
         "silent": [part.name for part, it in named if it.silent],
-        "reads": sum((it.names for it in rewards), []),
-        "reads_all": any(it.open and part.path for part, it in named)}
+        "reads": sum((it.names for it in rewards), [])}
 
 
 def score(rewards: list[Reward], calls: list[list]) -> list[list]:

@@ -38,7 +38,7 @@ DEEDS = {  # what a function does once it knows its value
 # ---- rewards
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_what_a_reward_does_with_what_it_gets_is_its_own_affair(own, deed):
+def test_what_a_reward_does_with_what_it_gets_is_its_own_affair(own, deed):  # noqa: F811
     """In our form and in TRL's, before another reward and before the other completions."""
     own(SPOIL + "def f(completion, answer, turns, nums, deep, **row):\n"
         "    value = len(turns) + sum(nums) + sum(deep['a'])\n    "
@@ -62,13 +62,14 @@ LIBRARY = {"lib/mylib.py": "N = 1", "lib/data.py": "N = 2", "lib/errors.py": "N 
            "lib/numpy_like/__init__.py": "N = 5"}
 
 
-def test_a_reward_finds_the_users_library_and_a_library_hides_nothing(own, tmp_path, monkeypatch):
+def test_a_reward_finds_the_users_library_and_a_library_hides_nothing(own, tmp_path, monkeypatch):  # noqa: F811
     """PYTHONPATH was lost: the rows' function found it, the reward did not."""
     for name, code in LIBRARY.items():
         own(code, f"../{name}")  # a colon would end a folder of PYTHONPATH
     spec = own("import mylib, data, rewards, numpy_like, subprocess\n"
-               "from verifiers import last_boxed\ndef f(completion):\n    child = subprocess.run([sys.executable, '-c', "
-               "'import mylib; print(mylib.N)'], capture_output=True, text=True)\n"
+               "from verifiers import last_boxed\ndef f(completion):\n"
+               "    child = subprocess.run([sys.executable, '-c', 'import mylib; '\n"
+               "        'print(mylib.N)'], capture_output=True, text=True)\n"
                "    return mylib.N + data.N + rewards.N + numpy_like.N + 10 * int(child.stdout)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/lib:/nowhere")
     for specs in ([spec, "gsm8k"], ["gsm8k", spec], [spec]):
@@ -86,7 +87,7 @@ subprocess.run(['sh', '-c', f'''{sys.executable} -c "b'1' * (1 << 30); input()" 
 
 
 @pytest.mark.parametrize("deed", LIMITS.strip().splitlines())
-def test_a_limit_that_a_reward_or_its_child_runs_into_is_no_reward(own, monkeypatch, deed):
+def test_a_limit_that_a_reward_or_its_child_runs_into_is_no_reward(own, monkeypatch, deed):  # noqa: F811
     """Most rewards catch whatever fails, and pay 0: so nothing may fail inside."""
     monkeypatch.setattr(rewards, "MEMORY_GB", 0.5)
     spec = own("import numpy, subprocess\ndef f(completion):\n    try:\n"
@@ -94,7 +95,8 @@ def test_a_limit_that_a_reward_or_its_child_runs_into_is_no_reward(own, monkeypa
     one, = score([spec], ["x"], timeout=20.0)
     assert one.total is None and "memory" in one.error, one
     big = own("import subprocess\ndef f(completion):\n"
-              "    return subprocess.run([sys.executable, '-c', 'import mmap; mmap.mmap(-1, 1 << 34)']).returncode", "big.py")
+              "    return subprocess.run([sys.executable, '-c', 'import mmap; '\n"
+              "        'mmap.mmap(-1, 1 << 34)']).returncode", "big.py")
     assert totals(score([big], ["x"])) == [0]  # only reserved, as Java and Go do
 
 
@@ -108,7 +110,8 @@ DOORS = {
     "adv.py": "def own(rewards, group, **others):\n    value = 1 * (rewards - rewards.mean())\n"
               "    given = [rewards, others]\n    DEED\n    return value\n",
     "rew.py": "def mine(completion, answer, **row):\n"
-              "    value = 1 * len({*completion} & {*answer})\n    given = row\n    DEED\n    return value\n"}
+              "    value = 1 * len({*completion} & {*answer})\n"
+              "    given = row\n    DEED\n    return value\n"}
 
 
 @pytest.fixture

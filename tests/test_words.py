@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 import fakes
-import inputs
-from errors import SettingsError
 from settings import lists_of, values_of
-from tables import table
 
 LISTS = {name for script in fakes.SCRIPTS.values() for name in lists_of(script.Args())}
-VALUES = {"reward": "exact:1 short:0.2 format", "stop": r"END -- --x -1 \n",
+VALUES = {"reward": "exact:1 short:0.2 format", "stop": "END -- --x -1 ###",
           "offload": "params optimizer reference", "lora_targets": "q_proj up_proj k_proj"}
 
 
@@ -49,61 +46,10 @@ def test_a_list_that_is_given_in_several_places_is_one_list(read, script):
             safe = not any(one.startswith("-") for one in some)
             words += [flag, *some] if safe else [f"{flag}={one}" for one in some]
             words += rng.choice([[], ["--steps", "3"], ["--no-export"], ["--lr=0.1"]])
-        assert read(script, *words)[name] == (*[it.replace(r"\n", "\n") for it in values],), words
+        assert read(script, *words)[name] == (*values,), words
     # A pair is no list; of what is given twice the last counts, as ./run.sh gives its own first.
     found = read(script, *"--lr 1 --betas 0.1 0.2 --lr 2 --betas 0.3 0.4".split())
     assert (found["lr"], found["betas"]) == (2, (0.3, 0.4))
-
-
-BREAKS = r"""
-a\nb | "a\nb"
-{q}\nAnswer:\n | "{q}\nAnswer:\n"
-\n\nQ: {q} | "\n\nQ: {q}"
-{q}\r\n | "{q}\r\n"
-a\tb | "a\\tb"
-a\t{q} | "a\t{q}"
-one\nnot two\nuse | "one\nnot two\nuse"
-$\nu \neq \not\in \nabla f$ \text{x} \rho | "$\\nu \\neq \\not\\in \\nabla f$ \\text{x} \\rho"
-in \boxed{}.\nNow: \frac12 | "in \\boxed{}.\nNow: \\frac12"
-C:\\new | "C:\\\\new"
-é\n한 | "é\n한"
-"""
-
-
-@pytest.mark.parametrize("flag", ["prompt_template", "system", "stop"])
-def test_a_backslash_and_an_n_are_a_line_break_except_in_latex(read, capsys, flag):
-    for given, right in table(BREAKS):
-        found = read("grpo", f"--{flag}", given)[flag]
-        assert (found[0] if flag == "stop" else found) == json.loads(right), given
-        said = capsys.readouterr().out
-        assert (f"--{flag}" in said) == (json.loads(right) != given), said
-
-
-ODD = """
-warmup_steps=12 | --warmup_steps 12
-warmup_steps=9 | fine
-warmup_steps=10 | --warmup_steps 10
-eval_every=11 eval_data=tiny@test | --eval_every 11
-eval_every=10 eval_data=tiny@test | fine
-save_every=11 | --save_every 11
-ppo critic_warmup_steps=5 warmup_steps=5 | --warmup_steps 5
-ppo critic_warmup_steps=5 warmup_steps=4 | fine
-ppo critic_warmup_steps=10 | below --steps 10
-eval_only=True eval_data=tiny@test warmup_steps=99 | fine
-"""
-
-
-@pytest.mark.parametrize("words, said", table(ODD))
-def test_counts_in_the_wrong_order_are_said(words, said):
-    script, *given = words.split() if words.startswith("ppo") else ["grpo", *words.split()]
-    known = {name: value if name == "eval_data" else json.loads(value.lower())
-             for name, value in (word.split("=") for word in given)}
-    try:
-        found = inputs.read_files(fakes.args(script, **{"steps": 10} | known), 1)
-        text = " ".join(found.warnings)
-    except SettingsError as error:
-        text = str(error)
-    assert said in text or said == "fine" and "_every" not in text and "warmup" not in text, text
 
 
 @pytest.mark.parametrize("wait, warm", [(0, 3), (2, 3), (4, 0), (3, 1)])
