@@ -13,13 +13,13 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 from uuid import UUID
 
@@ -27,6 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import SettingsError, as_sentence
+from files import not_a_pointer
 from messages import CHATS, PROMPTS, answer_of, first_of, from_json, messages_of, not_null
 from settings import Count, Flags
 from texts import Marks, marks_of, prompt_ids, templated
@@ -34,6 +35,7 @@ from worker import ROOT, find_file, load_file
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 GENERATED_ROWS = 1000  # of tiny and reasoning_gym
+MOST_ROWS = 1_000_000  # of a function of the user: one more is taken for rows without an end
 
 
 @dataclass
@@ -59,7 +61,8 @@ class Row:
     columns: dict
     source: str  # its column `data_source`, or the name of the data
     finished: bool = False  # its text was a rendered chat already
-    # {"prompt" or "answer": words for the column that it was read from}; None: the row has none.
+    # {"prompt", "answer" or "system message": words for the column that it was read from}; None:
+    # the row has none.
     read: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -123,9 +126,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make = make or make_row
     raw, name = read(spec, seed)
     marks, rows = marks_of(tokenizer, eos_ids), []
-    quiet = os.environ.get("RANK", "0") != "0"
-    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
-            raw, spec, delay=10, mininterval=10, unit=" rows", disable=quiet)):
+    for index, columns in enumerate(progress(raw, spec)):
         try:
             row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
@@ -152,7 +153,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     ValueError, SettingsError: it cannot be read, or the chat template has no place for something
     that it holds. name: that of the data. marks: texts that the row's own words must not contain.
     """
-    columns = {column: plain(value, column) for column, value in columns.items()}
+    columns = plain(columns, "")
     messages = messages_of(columns, args.prompt_template, args.system)
     column, answer = answer_of(columns)
     if not messages:
@@ -172,15 +173,19 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; before a plain text the tokenizer puts it.
     ids = prompt_ids(text, tokenizer, plain=tokenizer.chat_template is None and not finished)
-    prompt_column = first_of((*PROMPTS, *CHATS), columns)
+    read = {"prompt": first_of((*PROMPTS, *CHATS), columns),
+            "answer": column if str(answer).strip() else None}
     if args.prompt_template:
-        prompt_column = "--prompt_template"
-    return Row(index, text, ids, answer, columns, source, finished,
-               {"prompt": prompt_column, "answer": column if str(answer).strip() else None})
+        read["prompt"] = "--prompt_template"
+    system = first_of(("system", "system_prompt"), columns)
+    if system and args.system is None and messages[0]["content"] == columns[system]:
+        read["system message"] = system
+    return Row(index, text, ids, answer, columns, source, finished, read)
 
 
 BASIC = (bool, str, int, float, bytes)
-DATED = (Decimal, Fraction, UUID, date, time, timedelta)  # str() of each says its whole value
+# str() of each says its whole value.
+SAYING = (Decimal, Fraction, UUID, PurePath, date, time, timedelta)
 
 
 def plain(value, column: str):
@@ -189,16 +194,21 @@ def plain(value, column: str):
     no text by which a resume could know it."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return None
-    if hasattr(value, "tolist"):  # of numpy and torch
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if hasattr(value, "tolist"):  # of numpy, torch and pandas
+        if getattr(value.dtype, "str", "").endswith("8[ns]"):  # a number in place of a date
+            value = value.astype(value.dtype.str.replace("[ns]", "[us]"))
         return plain(value.tolist(), column)
     if isinstance(value, BASIC):  # also a text that is an Enum
         kind = next(kind for kind in BASIC if isinstance(value, kind))
         return kind.__str__(value) if kind is str else kind(value)
-    if isinstance(value, DATED):
+    if isinstance(value, SAYING):
         return value
     if isinstance(value, Mapping):
-        return {str(plain(key, column)): plain(one, column) for key, one in value.items()}
-    if isinstance(value, set | frozenset):
+        return {str(plain(key, column)): plain(one, column or str(key))
+                for key, one in value.items()}
+    if isinstance(value, Set):
         value = sorted(value, key=lambda one: (str(type(one)), str(one)))
     if isinstance(value, Sequence):
         return [plain(one, column) for one in value]
@@ -218,6 +228,7 @@ MAY_BE_UNUSED = ("role", "content", "name", "tool_call_id", "weight")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Columns that are refused if they hold a value of this type, because it belongs to the prompt and
 # would be left out. (A `history` that is a text is a subject of school.)
+KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
 
@@ -318,6 +329,12 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     if ".py:" in spec:
         return rows_of_function(spec, seed), Path(spec).name
     path = os.path.expanduser(spec)
+    name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", path, re.DOTALL).groups()
+    if name in ("tiny", "reasoning_gym"):  # also where a folder has this name
+        from examples import reasoning_gym_tasks, tiny
+        make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
+        return (make(GENERATED_ROWS, seed, config, split or "train"),
+                f"{name}/{config}" if config else name)
     if os.path.isfile(path) and path.endswith(FILES):
         rows = reading(spec, read_file, path)
         name = "/".join(Path(path).with_suffix("").parts[-2:])  # FOLDER/FILE
@@ -327,12 +344,6 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
             "another form: FILE.py:NAME, a function that returns or yields dicts, such as "
             "`def rows(seed): return datasets.load_from_disk(\"FOLDER\")`.")
     else:
-        name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", path, re.DOTALL).groups()
-        if name in ("tiny", "reasoning_gym"):
-            from examples import reasoning_gym_tasks, tiny
-            make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
-            return (make(GENERATED_ROWS, seed, config, split or "train"),
-                    f"{name}/{config}" if config else name)
         rows = reading(spec, read_hub, name, config or None, split or "train")
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
@@ -344,6 +355,8 @@ def reading(spec: str, function, *args) -> list[dict]:
     with the cause that `datasets` hides behind a general error."""
     try:
         return function(*args)
+    except SettingsError:
+        raise
     except Exception as error:
         reason = error.__cause__ or error
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
@@ -351,19 +364,26 @@ def reading(spec: str, function, *args) -> list[dict]:
 
 
 def rows_of_function(spec: str, seed: int) -> list[dict]:
-    """Returns the rows that the function of FILE.py:NAME returns or yields. It is called once on
-    each rank, with the seed. SettingsError: there is no such function, it fails (with the line of
-    the file), or its result is not rows."""
+    """Returns the rows that the function of FILE.py:NAME returns or yields, each with values of its
+    own (`plain`), so the function may fill one dict again and again. It is called once on each
+    rank, with the seed. SettingsError: there is no such function, it fails (with the line of the
+    file), its result is not rows, or it has more than MOST_ROWS."""
     path, _, name = spec.rpartition(":")
     if not (found := find_file(path)):
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
-    found = found.resolve()
+    found, rows = found.resolve(), []
     with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
         try:
             function = vars(load_file(found)).get(name)
             if function is None:
                 raise ValueError(f"{path} has no {name}")
-            rows = list(function(seed))
+            for row in progress(function(seed), spec):
+                rows.append(plain_row(row, len(rows) + 1, spec))
+                if len(rows) > MOST_ROWS:
+                    raise SettingsError(f"{spec} gives more than {MOST_ROWS:,} rows, perhaps "
+                                        "without an end. Would work: a function that ends.")
+        except SettingsError:
+            raise
         except Exception as error:  # the file may raise anything
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
                      if frame.filename == str(found)]
@@ -371,12 +391,26 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
                 raise
             raise SettingsError(f"{spec} raised {type(error).__name__} in line {lines[-1]} of "
                                 f"{path}: {one_line(error)[:300]}") from error
-        wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
-        if wrong:
-            raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")
         if not rows:
             raise ValueError("it gave none")
     return rows
+
+
+def plain_row(row, number: int, spec: str) -> dict:
+    """Returns a row of a function with plain values. ValueError: it is no dict. SettingsError: it
+    holds a value of another type."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"row {number} is {row!r:.80}, which is no dict")
+    try:
+        return plain(row, "")
+    except ValueError as error:
+        raise SettingsError(f"{spec}, row {number}: {error}") from None
+
+
+def progress(rows, spec: str):
+    """Yields the rows. After ten seconds a line on rank 0 shows how many there were."""
+    quiet = os.environ.get("RANK", "0") != "0"
+    return tqdm(rows, spec, delay=10, mininterval=10, unit=" rows", disable=quiet)
 
 
 def read_hub(name: str, config: str | None, split: str) -> list[dict]:
@@ -390,6 +424,7 @@ def read_hub(name: str, config: str | None, split: str) -> list[dict]:
 
 def read_file(path: str) -> list[dict]:
     """Reads the rows of a file, whose name ends in one of FILES."""
+    not_a_pointer(path)
     if path.endswith(".parquet"):
         import pyarrow.parquet
         return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table: "a:b" is a URI
@@ -397,10 +432,17 @@ def read_file(path: str) -> list[dict]:
     return read_csv(text) if path.endswith(".csv") else read_json(text)
 
 
+def once(names: list[str], what: str) -> None:
+    """ValueError: one of the names is there twice, so that one value would replace another."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the {what} {twice[0]} is there twice")
+
+
 def from_arrow(table) -> list[dict]:
     """Returns the rows of an Arrow table. In Arrow each struct has the keys of all rows, null where
     a row lacks one: these are taken out."""
     import pyarrow as pa
+    once(table.schema.names, "column")
 
     def plain(value, kind):
         if pa.types.is_struct(kind) and value is not None:
@@ -416,7 +458,12 @@ def from_arrow(table) -> list[dict]:
 
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another: so .json and .jsonl are read alike."""
-    rows, at, space, decoder = [], 0, re.compile(r"\s*"), json.JSONDecoder()
+    def unique(pairs: list[tuple]) -> dict:
+        once([key for key, _ in pairs], "key")
+        return dict(pairs)
+
+    rows, at, space = [], 0, re.compile(r"\s*")
+    decoder = json.JSONDecoder(object_pairs_hook=unique)
     while (at := space.match(text, at).end()) < len(text):
         found, at = decoder.raw_decode(text, at)  # an error names line and column
         rows += found if isinstance(found, list) else [found]
@@ -431,6 +478,7 @@ def read_csv(text: str) -> list[dict]:
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     names, rows = next(reader, []), []
+    once(names, "column")
     for cells in filter(None, reader):
         if len(cells) != len(names):
             raise ValueError(f"line {reader.line_num} does not fit the first line")

@@ -32,7 +32,10 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # for one rank; port 0: any free port
 FOREVER = datetime.timedelta(9999)  # longer than any run; gloo counts nanoseconds in 64 bits
 # A process without copies has these values, or the variables are not set.
-NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
+NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1",  # Open MPI
+           "PMI_SIZE": "1", "PMIX_RANK": "0",  # MPICH, Intel MPI
+           "MV2_COMM_WORLD_SIZE": "1", "FLUX_JOB_SIZE": "1", "JSM_NAMESPACE_SIZE": "1",
+           "PALS_RANKID": "0"}
 
 
 # ---- splitting: pure functions of sizes ----

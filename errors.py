@@ -60,6 +60,16 @@ def numbered(title: str, texts) -> str:
 
 # ---- the output ----
 
+def open_streams() -> None:
+    """Opens standard input, output and errors as /dev/null where they are closed (`>&-`). Else the
+    next file would get the number of one, and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout, sys.stderr = (found or open(number, "w", closefd=False)
+                              for number, found in ((1, sys.stdout), (2, sys.stderr)))
+
+
 def tell(text: str, stream=None) -> None:
     """Prints a line to `stream`, by default to the standard output. If the line cannot be written,
     because a pipe was closed (as by `| head`), a terminal is gone or a disk is full, then this line
@@ -77,6 +87,7 @@ def command(main, *args) -> None:
     SettingsError is printed as its text alone, and the status is 1. If the reader of the output has
     closed the pipe (`| head`), the exit status is 141, that of a process ended by SIGPIPE.
     """
+    open_streams()
     try:
         status = main(*args)
         sys.stdout.flush()

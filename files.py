@@ -106,6 +106,15 @@ def read(path: Path):
                             f"Would work: without {place}.") from None
 
 
+def not_a_pointer(path: Path) -> None:
+    """SettingsError: the file is a pointer of git-lfs, which a clone has in the place of a large
+    file."""
+    with open(path, "rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs"):
+            raise SettingsError(f"{path} is a pointer of git-lfs, not the file. Would work: git "
+                                "lfs install, then git lfs pull, in its folder.")
+
+
 # ---- the folder of a run ----
 
 def choose_folder(args, now: datetime) -> Path:

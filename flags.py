@@ -27,16 +27,27 @@ import dist
 import losses
 import part
 from data import DataArgs, Row, load, make_row
-from errors import Mistakes, SettingsError
+from errors import Mistakes, SettingsError, open_streams
 from evaluate import EvalArgs
 from files import read
 from metrics import show_metrics
 from model import ModelArgs, OptimizerArgs
-from part import ask, wrapped
+from part import ask, asked, wrapped
 from plan import Memory, PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
-from settings import Count, Flags, Number, Positive, Range, not_default, restored, values_of
+from settings import (
+    Count,
+    Flags,
+    Number,
+    Positive,
+    Range,
+    changed,
+    lists_of,
+    not_default,
+    restored,
+    values_of,
+)
 from worker import ROOT, find_file, load_file
 
 # ---- the flags of the loss ----
@@ -152,11 +163,16 @@ def chosen(flag: str, spec: str) -> Chosen:
 
 
 def checked_loss(function, spec: str):
-    """Wraps a loss of a file. The wrapped loss raises a SettingsError if it does not return a loss
-    for each token, (n,), and a dict of metrics."""
+    """Wraps a loss of a file. The wrapped loss gives it tensors of its own, and raises a
+    SettingsError if it does not return a loss for each token, (n,), and a dict of metrics."""
+    def own(value):
+        """Returns a copy of a tensor, into which the function may write."""
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
     @wraps(function)
     def checked(logp, *given, **named):
-        match function(logp, *given, **named):
+        named = {name: own(value) for name, value in named.items()}
+        match function(own(logp), *map(own, given), **named):
             case torch.Tensor() as loss, dict() as metrics if loss.shape == logp.shape:
                 return loss, metrics
         raise SettingsError(f"--loss {spec} must return two things: a loss for each of the "
@@ -376,9 +392,12 @@ def parse(kind: type, description: str):
     """Reads the command line → the script's Args. If --name is a run of this script that exists,
     flags that are not given have the run's values, but for those of OF_A_CALL. A mistake is printed
     as a sentence and ends the process with status 2; --metrics prints and ends it too."""
-    mistakes, words = Mistakes(), sys.argv[1:]
+    open_streams()
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    mistakes, words = Mistakes(), sys.argv[1:]
+    for read_by_part in asked("words").values():
+        words = read_by_part(words)
     args = mistakes.attempt(parse_words, kind, description, words)
     path = Path("runs", args.name, "args.json") if args and args.name else None
     if path and path.is_file():
@@ -391,6 +410,31 @@ def parse(kind: type, description: str):
     if args.plan_args.metrics:
         dist.run(show_metrics)
     return args
+
+
+def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], object]:
+    """Puts together the values of a list that is given in several places, such as `--reward exact
+    --reward short:0.2` → the words, and the Args of what is not in them. default: None, or those of
+    an earlier run."""
+    lists = {name: [] for name in lists_of(kind())}
+    rest, here = [], None  # here: (words, values) of the list that is being read
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            name = flag[2:].replace("-", "_")
+            here = ([word], [value] * bool(equals)) if name in lists else None
+            if here:
+                lists[name].append(here)
+        elif here:
+            here[0].append(word), here[1].append(word)
+        rest += [] if here else [word]
+    for name, given in lists.items():
+        values = sum((some for _, some in given), [])
+        if len(given) > 1 and any(value.startswith("-") for value in values):  # no words of tyro's
+            default = changed(default or kind(), **{name: (*values,)})
+        else:
+            rest += [f"--{name}", *values] if len(given) > 1 else sum((it for it, _ in given), [])
+    return rest, default
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
@@ -413,10 +457,12 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     return parse_words(kind, description, words, default=default)
 
 
-def parse_words(kind: type, description: str, words: list[str], **options):
+def parse_words(kind: type, description: str, words: list[str], default=None):
     """Reads words of a command line → Args. SettingsError: what tyro says of a wrong word, or what
     a flag of another system is called here."""
     said = io.StringIO()
+    words, default = as_one_list(kind, words, default)
+    options = {} if default is None else {"default": default}
     try:
         with redirect_stderr(said):
             return tyro.cli(kind, description=TEN + description, args=words, use_underscores=True,
@@ -428,7 +474,7 @@ def parse_words(kind: type, description: str, words: list[str], **options):
             dist.run(Mistakes().stop)
         for found, rest in ask("unknown", words):
             mistakes = Mistakes(found)
-            mistakes.attempt(parse_words, kind, description, rest, **options)
+            mistakes.attempt(parse_words, kind, description, rest, default)
             mistakes.stop()
         lines = said.getvalue().splitlines()  # in a frame, which some terminals have in ASCII
         inside = " ".join(line.strip("│| ") for line in lines if line.startswith(("│", "|")))

@@ -17,6 +17,7 @@ completions of each, N = P·G completions in request order, M sampled tokens of 
 after another. These are the same on every rank. A micro-batch has n of the tokens.
 """
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -284,10 +285,11 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
              for part in parse_rewards(list(args.reward))}
     chosen = flags.chosen("advantage", args.advantage)
     row = batch.per_token(torch.arange(len(rewards)))  # (M,)
-    A = chosen.function(
-        rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
-        trained=loss_tokens > 0, row=row, lengths=batch.tokens, old_logprobs=old_logprobs,
-        engine_logprobs=batch.engine_logprobs, batch=batch)
+    own, given = deepcopy((rewards, dict(  # the function may write into them
+        scored=batch.scored, eps=args.advantage_eps, parts=parts, trained=loss_tokens > 0, row=row,
+        lengths=batch.tokens, old_logprobs=old_logprobs, engine_logprobs=batch.engine_logprobs,
+        batch=batch)))
+    A = chosen.function(own, args.group, **given)
     wanted = len(row) if chosen.per == "token" else len(rewards)
     if getattr(A, "shape", None) != (wanted,) or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {wanted:,} "

@@ -23,7 +23,6 @@ from errors import Mistakes, SettingsError, as_sentence, numbered, tell
 from model_files import shape_from
 from part import ask, extended
 from plan import GIB, Plan, Shape, count, problems
-from settings import changed
 from texts import check_tokenizer, eos_ids
 
 
@@ -98,7 +97,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     SettingsError: all mistakes of the flags together; or the first file that is broken; or all that
     does not fit together.
     """
-    (needs, waits), notes, warnings = check_flags(args, ranks, local_size), [], {}
+    scorer, notes, warnings = check_flags(args, ranks, local_size), [], {}
     folder, lm, tokenizer = open_model(args.model, "model", weights)
     tokenizer.clock = (datetime.fromisoformat(began) if began else datetime.now()).strftime
     shape = shape_from(lm)
@@ -113,29 +112,27 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
     what_is_shared(rows if trains else [], eval_rows, warnings)
-    rewards.check_rows(needs, everything if trains else eval_rows)
-    rewards.try_once(args, everything if trains else eval_rows, waits, warnings)
+    scored = everything if trains else eval_rows
+    rewards.check_rows(scorer.needs, scored, warnings)
+    rewards.try_once(args, scored, scorer, warnings)
     ask("check", args, files, everything)
-    usual = changed(args, lr=None)
-    for each in usual, args:
-        each.choose_rates(files.shape.params)
-    if args.lr >= 100 * usual.lr:
-        warnings[f"--lr {args.lr:g} is {args.lr / usual.lr:,.0f} times the usual rate for a model "
-                 f"of this size. Would work: --lr {usual.lr:g}."] = ""
+    args.choose_rates(files.shape.params)
+    for sentences in ask("warn", args, files, everything, scorer):
+        warnings |= dict.fromkeys(sentences, "")
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, warnings, Plan(args, *counts), waits, files.ends)
+                  notes, warnings, Plan(args, *counts), scorer.waits, files.ends)
 
 
-def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
-    """Checks the flags and loads the rewards once → (what the rewards need of each row, the names
-    of rewards that are `async def`). SettingsError: all mistakes of the flags together."""
+def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
+    """Checks the flags and loads the rewards once → a Pool, closed, that has what is known of them.
+    SettingsError: all mistakes of the flags together."""
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
-    found = [], []
+    found = rewards.Pool([], args)  # of no rewards
     if args.reward or args.needs_reward:
         found = mistakes.attempt(rewards.check, list(args.reward), args)
     mistakes.stop()

@@ -8,11 +8,10 @@ import json
 import re
 
 from errors import SettingsError
-from verifiers import last_boxed
+from verifiers import ANSWERS, last_boxed
 
 PROMPTS = ("prompt", "question", "problem")
 CHATS = ("messages", "conversations")
-ANSWERS = ("answer", "solution", "ground_truth", "target")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
         '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import SettingsError, as_sentence
 from family import Family, Shape
+from files import not_a_pointer
 from part import asked
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
@@ -42,6 +43,8 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
     """
     path, works = Path(model), ""
     if (path / "config.json").is_file():
+        for file in filter(Path.is_file, path.iterdir()):
+            not_a_pointer(file)
         return model
     why = next((said for file, said in OTHERS.items() if (path / file).exists()),
                "this folder has no config.json")

@@ -23,7 +23,10 @@ order of their names:
     sizes(plan)                 changes the sizes of a step
     check(args, files, rows)    raises a SettingsError if files or rows do not fit the part's
                                 flags. It may set flags
+    warn(args, files, rows, scorer)         returns sentences about what is allowed, and perhaps
+                                not meant. scorer: the rewards.Pool that loaded the rewards
     begin(run), end(run)        are called before the first step, and after the export
+    words(words)                returns the words of the command line, as the part reads them
     unknown(words)              returns (sentences about wrong words of the command line, the
                                 other words)
 
@@ -43,7 +46,7 @@ from settings import Flags
 
 ROOT = Path(__file__).parent
 PLACES = {"Flags", "METRICS", "REWARDS", "FAMILIES", "make_row", "model", "policy", "engine",
-          "pool", "memory", "sizes", "check", "begin", "end", "unknown"}
+          "pool", "memory", "sizes", "check", "warn", "begin", "end", "words", "unknown"}
 
 
 @cache

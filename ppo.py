@@ -84,6 +84,15 @@ class Args(LossArgs, CommonArgs):
         yield from super().rules(plan)
 
 
+def rate(args: Args, step: int) -> float:
+    """Returns the policy's rate of a step. It is 0 in the first --critic_warmup_steps, in which the
+    policy waits; its own warm-up begins after them."""
+    wait = args.critic_args.critic_warmup_steps
+    if step < wait:
+        return 0.0
+    return learning_rate(step - wait, args.steps - wait, args.lr, args.optimizer_args)
+
+
 def train(args: Args) -> int:
     """The loop → exit status. Every line is the same on all ranks."""
     run = set_up(args)  # join, check, open, build, resume
@@ -101,9 +110,8 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
 
-            # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
-            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
-            lr = lr if step >= args.critic_args.critic_warmup_steps else 0.0
+            # 3. Learn.
+            lr = rate(args, step)
             critic_lr = learning_rate(
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics

@@ -26,16 +26,17 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from errors import SettingsError, as_sentence
 from part import asked
 from settings import Flags, Range, changed
-from verifiers import REWARDS, answers_of
+from verifiers import ANSWERS, REWARDS, answers_of
 from worker import ROOT, Item, Part, find_file
 
-START_SECONDS = 120  # the timeout of a worker's start
-MEMORY_GB = 4  # the memory limit of a worker
+START_SECONDS = 120  # the timeout of a worker's start, and of what its first call loads
+MEMORY_GB = 4  # the memory limit of a worker, and of each process that a reward starts
 FAILED_CALLS = 8  # calls without any score, of whole batches in a row, after which the run ends
 
 
@@ -101,7 +102,8 @@ def score_samples(run, samples: list, group: int) -> None:
         run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
-        more = run.scorer.seconds([items])  # rewards have limits of time of their own
+        # Rewards have limits of time of their own, and a worker's first call loads.
+        more = run.scorer.seconds([items]) + START_SECONDS
         scored = run.world.gather(list(zip(texts, scores, strict=True)), more)
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
@@ -179,39 +181,51 @@ def parse(specs: list[str]) -> list[Part]:
     return parts
 
 
-def check(specs: list[str], args) -> tuple[list, list[str]]:
-    """Starts a worker to find out whether the rewards can be loaded. Returns the columns that they
-    need, as (reward, column), and the names of those that are `async def`. Raises a SettingsError
-    if one of them cannot be loaded. specs: the words of --reward.
+def check(specs: list[str], args) -> "Pool":
+    """Starts a worker to find out whether the rewards can be loaded. Returns a Pool, closed, that
+    has what is known of them. Raises a SettingsError if one of them cannot be loaded. specs: the
+    words of --reward.
     """
     parse(specs)  # refuses no rewards; a Pool may have none, as where a teacher scores
     with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
         pool.wait()
-        return pool.needs, pool.waits
+        return pool
 
 
-def check_rows(needs: list, rows: list, flag: str = "reward"):
-    """Raises a SettingsError if a row lacks a column that a reward needs, or has an answer that no
-    reward can read. needs: [(reward, column), …]. flag: the flag in the message.
+def check_rows(needs: list, rows: list, warnings: dict, flag: str = "reward"):
+    """Raises a SettingsError if a row lacks a column that a reward needs, if it has an answer that
+    no built-in reward can read, or if no row has the answer that a function of the user takes. If
+    some rows have none, it adds a warning. needs: that of a Pool. flag: the flag in the message.
     """
-    for name, column in needs:
-        for row in rows:
+    for name, column, always in needs:
+        for row in rows if always else ():
             where = f"--{flag} {name} needs {column!r}: row {row.number} of {row.source}"
             if column == "answer":
                 with as_sentence(where):
                     answers_of(row.answer)
             elif column not in row.columns:
                 raise SettingsError(f"{where} has none.")
+        if always or not (without := [row for row in rows if row.answer is None]):
+            continue
+        some = f"{len(without):,} of {len(rows):,}"
+        said = f"--{flag} {name} takes an answer, and {some} rows have none"
+        if len(without) == len(rows):
+            raise SettingsError(f"{said}. Their columns are {', '.join(rows[0].columns)}. Would "
+                                f"work: an answer in {', '.join(ANSWERS)}.")
+        warnings[f"{said}; the first is row {without[0].number} of {without[0].source}."] = ""
 
 
-def try_once(args, rows: list, waits: list[str], warnings: dict) -> None:
+def try_once(args, rows: list, pool: "Pool", warnings: dict) -> None:
     """Scores a made-up completion of the first row, before the weights are loaded, if a reward is
     from a file and none is `async def` (such a function asks a server). Raises a SettingsError if a
     result cannot be a reward. If a function raises an error, is late or returns None, it may be
-    right for a real completion, so it adds a warning instead. waits: the names of the `async def`
-    functions.
+    right for a real completion, so it adds a warning instead. One that has no `return` with a value
+    has one too. pool: that of `check`.
     """
-    if waits or not rows or not any(".py:" in spec for spec in args.reward):
+    for name in pool.silent:
+        said = f"--reward {name} has no `return` with a value, so no completion has a reward."
+        warnings[said] = "rollout/unscored"
+    if pool.waits or pool.silent or not rows or not any(".py:" in spec for spec in args.reward):
         return
     row, text = rows[0], "a made-up completion"
     item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [],
@@ -240,34 +254,38 @@ class Worker:
     """
 
     def __init__(self, module: str, what: tuple, seconds: float):
-        self.received, self.code = b"", None
+        self.received, self.code, self.new = b"", None, True  # new: it had no call yet
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(seconds)  # the process may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0",  # a set has the same order in every worker
-                       "PYTHONPATH": str(ROOT)}
-        start = f"import {module}; {module}.work({theirs.fileno()})"
+                       "PYTHONHASHSEED": "0"}  # a set has the same order in every worker
+        start = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+                 f"import {module}; {module}.work({theirs.fileno()})")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", start], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
-        self.send((int(MEMORY_GB * 2**30), *what))
+        self.send(what)
 
     def send(self, message) -> None:
         """Sends a message to the process. Raises an OSError if it has ended or does not read."""
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
-        """Returns the next message of the process. Raises an OSError if the process has ended or if
-        no message came within `seconds`. Messages are JSON, because to unpickle what a reward wrote
-        could run its code in the trainer.
+        """Returns the next message of the process. Raises an OSError if the process has ended, if
+        it or a process that it started holds more than MEMORY_GB, or if no message came within
+        `seconds`. Messages are JSON, because to unpickle what a reward wrote could run its code in
+        the trainer.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self.received:
             left = deadline - time.monotonic()
             if left < 0:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
-            if select.select([self.socket], [], [], left)[0]:
+            if largest(self.process.pid) > MEMORY_GB * 2**30:
+                # A limit of the system would fail inside the reward, which may pay 0 for that.
+                raise OSError(f"it used more than {MEMORY_GB:g} GB of memory")
+            if select.select([self.socket], [], [], min(left, 0.1))[0]:
                 sent = self.socket.recv(1 << 16)
                 self.received += sent
                 if not sent:
@@ -287,6 +305,18 @@ class Worker:
         return self.code
 
 
+def largest(pid: int | str) -> int:
+    """Returns the bytes of memory of its own that a process, or one that it started, holds: the
+    largest of them. 0: it has ended.
+    """
+    with contextlib.suppress(OSError):
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        lists = Path(f"/proc/{pid}/task").glob("*/children")  # of each thread
+        started = sum((file.read_text().split() for file in lists), [])
+        return max([(resident - shared) * os.sysconf("SC_PAGE_SIZE"), *map(largest, started)])
+    return 0
+
+
 class Pool:
     """Worker processes that score completions. Each has a thread in the trainer, which gives it
     calls and waits for its answers. A worker that is late or dies is killed, and a new one replaces
@@ -303,10 +333,14 @@ class Pool:
         self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start
-        # What a worker reports of the functions:
+        # What a worker reports of the functions (worker.load):
         self.groups = False  # True: a function takes all completions of a prompt in one call
         self.waits = []  # the names of those that are `async def`
-        self.needs = None  # [(reward, column that it needs), …]; None: no worker has loaded them
+        self.silent = []  # the names of those that return nothing
+        self.reads = []  # their parameters
+        # [(reward, column, whether each row must have it), …]; None: no worker has loaded them
+        self.needs = None if self.parts else []
+        self.loading = START_SECONDS  # what the first call of a worker may take longer
         # For `report`: the calls since the last score; whether a failure was printed.
         self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
@@ -330,9 +364,9 @@ class Pool:
         """Returns the arguments that a worker's `load` gets: the rewards (a list of Part)."""
         return (self.parts,)
 
-    def take(self, told: list) -> None:
+    def take(self, told: dict) -> None:
         """Stores what a worker's `load` returned about the functions (see worker.load)."""
-        self.groups, self.waits, self.needs = told
+        vars(self).update(told)
 
     def wait(self) -> None:
         """Returns once a worker has loaded the rewards. Raises a SettingsError if none can. Without
@@ -419,13 +453,22 @@ class Pool:
 
     def call(self, worker: Worker, calls: list[slice]) -> None:
         """Has a worker answer these calls, and stores the answers. Raises an exception if the
-        worker fails or does not answer in time. InterruptedError: SIGTERM came to it, and may have
-        ended what a reward had started; another worker must be asked.
+        worker fails or does not answer in time. Its first call may load what the function needs.
+        InterruptedError: SIGTERM came to it, and may have ended what a reward had started; another
+        worker must be asked.
         """
-        batch = [self.items[call] for call in calls]
-        worker.send((self.progress, batch))
-        if not (answers := worker.receive(self.seconds(batch))):
+        batch, began = [self.items[call] for call in calls], time.monotonic()
+        loading, worker.new = self.loading * worker.new, False
+        worker.send((self.progress, loading, batch))
+        try:
+            answers = worker.receive(self.seconds(batch) + loading)
+        except TimeoutError as error:
+            self.loading = min(self.loading, loading / 2 or self.loading)
+            raise TimeoutError(f"{error} (--reward_timeout {self.args.reward_timeout:g})") from None
+        if not answers:
             raise InterruptedError
+        if loading:
+            self.loading = 4 * (time.monotonic() - began)
         for call, found in zip(calls, answers, strict=True):
             self.answers[call] = [self.answer(*of_item) for of_item in found]
 

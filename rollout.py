@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -91,13 +92,8 @@ class Engine:
     def __init__(self, run):
         world, args, inputs = run.world, run.args.engine_args, run.inputs
         self.on_gpu = world.device.type == "cuda"
-        # vLLM does without these, for sound and traces, if they cannot be imported: a second less.
-        unseen = {"scipy.signal", "opentelemetry.exporter"} - sys.modules.keys()
-        sys.modules |= dict.fromkeys(unseen)
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
-        for name in unseen:
-            del sys.modules[name]
         self.run, self.world, self.args, self.log = run, world, args, run.log
         self.dtype = run.dtype if run.dtype == torch.bfloat16 else torch.float32  # no float64
         # The models whose tensors --offload may move.
@@ -377,11 +373,18 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         # vLLM would pin all ranks of this machine to the same cores. A compiler would take 10 s of
         # the first call; TORCH_COMPILE_DISABLE would be too late, since FSDP's import has read it.
         env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
+    if len(tempfile.gettempdir()) > 60:  # the name of a socket has at most 107 characters
+        env["VLLM_RPC_BASE_PATH"] = "/tmp"
     os.environ |= env | os.environ
-    warnings.filterwarnings("ignore", category=FutureWarning,
-                            message="`torch.distributed.* is deprecated")
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # no triton on a CPU
         logging.getLogger(name).setLevel(logging.ERROR)
+    # vLLM does without these, for sound and traces, if they cannot be imported: a second less.
+    unseen = {"scipy.signal", "opentelemetry.exporter"} - sys.modules.keys()
+    sys.modules |= dict.fromkeys(unseen)
+    import vllm.entrypoints.llm  # noqa: F401
+    for name in unseen:
+        del sys.modules[name]
     if gpu:
         return
     # vLLM would pack each linear layer anew at each sync, and drop the weights into which `take`

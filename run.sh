@@ -24,6 +24,7 @@
 set -euo pipefail
 case "${1:-}" in "" | -*) STARTED_AS=./run.sh ;; *) STARTED_AS="./run.sh $1" ;; esac
 export STARTED_AS  # for a run's first line
+unset CDPATH  # it would send the next line to another folder of that name
 cd "$(dirname "$0")"
 
 # Where this is set (many containers), Python compiles torch, transformers and vLLM again at every
@@ -158,6 +159,7 @@ train() {  # SCRIPT "GRADE" "FOR THE MODEL" "FOR THE ROWS" FLAGS...: on RANKS ra
     if given "$flag" "$@"; then grade=; fi
   done
   if given --model "$@"; then model=; fi
+  if given --reward "$@"; then rows=$(sed 's/--reward [^ ]*//' <<<"$rows"); fi  # not beside it
   if given --data "$@"; then rows=; fi
   if goes_on "$@"; then grade=; model=; rows=; fi
   if [ -n "${STEPS:-}" ]; then grade=; set -- "$@" --steps "$STEPS"; fi

@@ -123,6 +123,12 @@ def values_of(args) -> dict[str, object]:
             if not is_dataclass(value)}
 
 
+def lists_of(args) -> list[str]:
+    """Returns the names of the flags of args that take any number of values."""
+    return [field.name for group in groups(args) for field in fields(group)
+            if "..." in str(field.type)]
+
+
 def changed(args, **values):
     """Returns a copy of args in which the given flags have other values, whichever dataclass they
     are in. Raises a TypeError if one of the names is not a flag of args.

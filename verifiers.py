@@ -12,6 +12,8 @@ import functools
 import math
 import re
 from decimal import Decimal
+from fractions import Fraction
+from unicodedata import normalize
 
 # {name of --reward: MODULE:FUNCTION}.
 REWARDS = {
@@ -25,37 +27,41 @@ REWARDS = {
 # libraries that would evaluate the text of a completion; the function prevents that.
 GUARDS = {"math": "examples.mathematics:guard_math",
           "reasoning_gym": "examples.reasoning_gym_tasks:shut_eval"}
+ANSWERS = ("answer", "solution", "ground_truth", "target")  # columns of a row's right answer
 
 
 def answers_of(answer) -> list:
     """Returns the right answers of a row as a list of texts and numbers, any of which is accepted.
     An answer that is a list is returned as it is, and a single one as a list of one. Of a dict it
     is the value of `solution_text_format` (Logic-RL's rows). Raises a ValueError if the list is
-    empty, or an element is neither a text that is not blank nor a finite int, float or Decimal.
+    empty, or an element is neither a text that is not blank nor a finite number.
     """
     if isinstance(answer, dict):
         answer = answer.get("solution_text_format", answer)
     found = answer if isinstance(answer, list) else [answer]
     if not found or not all(map(is_answer, found)):
         raise ValueError("an answer is a text, a number, or a list of these "
-                         f"(got {str(answer)[:100]!r})")
+                         f"(got {str(answer)[:100]!r}, a {type(answer).__name__})")
     return found
 
 
 def is_answer(value) -> bool:
-    """Returns whether a value is a text that is not blank, or a finite int, float or Decimal."""
+    """Returns whether a value is a text that is not blank, or a finite number."""
     if isinstance(value, str):
         return bool(value.strip())
-    return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
+    return type(value) in (int, float, Decimal, Fraction) and math.isfinite(value)
 
 
 def any_answer(reward):
     """Wraps a reward that takes one right answer, so that the row may have several. The wrapped
-    reward returns the largest reward over these answers.
+    reward returns the largest reward over these answers. It gets texts in the form NFC, in which a
+    letter is written in one way.
     """
     @functools.wraps(reward)
     def best(completion, answer, **row):
-        return max(reward(completion, one, **row) for one in answers_of(answer))
+        said = normalize("NFC", completion)
+        return max(reward(said, normalize("NFC", one) if isinstance(one, str) else one, **row)
+                   for one in answers_of(answer))
     return best
 
 

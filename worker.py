@@ -10,6 +10,7 @@ process, which receives completions and sends back the results.
 """
 import contextlib
 import ctypes
+import dis
 import functools
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Number
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -36,6 +38,7 @@ from verifiers import GUARDS, REWARDS
 
 ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's trainer_state we have
+LOADING = SimpleNamespace(seconds=0.0)  # what the first call of a worker may take longer
 
 
 class Item(NamedTuple):
@@ -61,7 +64,8 @@ class Part(NamedTuple):
 class Reward:
     """The loaded function of a reward, and how it is called."""
     function: Callable
-    takes: list[str] | None  # its parameters; None: any (it has **kwargs)
+    names: list[str]  # its parameters
+    open: bool  # it takes any other argument too: it has **kwargs
     groups: bool = False  # True: one call takes all completions of a prompt, as in TRL
     words: ClassVar = ("completions", "completion", "turns")  # it needs one of these parameters
     nothing: ClassVar = Item("", "", None, {}, 0, False)
@@ -81,9 +85,9 @@ class Reward:
         """Calls the function for one item, or for all items of a group, with those arguments that
         it declares. Returns its result, which is a coroutine if the function is `async def`.
         """
-        given = self.given(items)
-        if self.takes is not None:
-            given = {name: value for name, value in given.items() if name in self.takes}
+        given = self.given([*map(fresh, items)])
+        if not self.open:
+            given = {name: value for name, value in given.items() if name in self.names}
         return self.function(**given)
 
     def values(self, result, items: list) -> list:
@@ -105,6 +109,20 @@ class Reward:
         """Whether the function is `async def`."""
         return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
+    @property
+    def silent(self) -> bool:
+        """Whether the function is written in Python and has no `return` with a value."""
+        code = getattr(self.function, "__code__", None)
+        steps = [(it.opname, it.argval) for it in dis.get_instructions(code)] if code else []
+        return bool(steps) and all(
+            before == ("LOAD_CONST", None) if name == "RETURN_VALUE" else value is None
+            for before, (name, value) in pairwise(steps) if name.startswith("RETURN_"))
+
+
+def fresh(value):
+    """Returns a copy of what a function is handed: it may write into it, and keep it."""
+    return pickle.loads(pickle.dumps(value))
+
 
 # ---- the file ----
 
@@ -122,11 +140,11 @@ def find(part: Part):
 def import_file(path: Path) -> ModuleType:
     """Imports a file of rewards under its own name and returns the module. Its folder is put first
     on sys.path, as in `python FILE`, so the processes that the reward starts can import the file
-    too. Ends the worker (SystemExit) if that name finds another module.
+    too. The user's PYTHONPATH follows, and the project is last. Ends the worker (SystemExit) if the
+    name finds another module.
     """
-    folder, name = str(path.parent), path.stem
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    folder, name, last = str(path.parent), path.stem, str(ROOT)
+    sys.path[:] = dict.fromkeys([folder, *(it for it in sys.path if it != last), last])
     spec = None if "." in name else importlib.util.find_spec(name)
     if not spec or spec.origin != str(path):
         sys.exit(f"{path} cannot be imported by its name: `import {name}` finds "
@@ -155,9 +173,9 @@ def load_file(path: Path) -> ModuleType:
 
 def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
     """Reads the parameters of a reward's function. Returns a `kind`, which holds the function, and
-    a list of (name of the reward, column of the row that it needs). Ends the worker (SystemExit)
-    with a sentence if the file has no such function, or if its parameters are not those of a
-    reward.
+    a list of (name of the reward, column of the row that it needs, whether each row must have it).
+    Ends the worker (SystemExit) with a sentence if the file has no such function, or if its
+    parameters are not those of a reward.
     """
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
@@ -170,12 +188,11 @@ def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[R
                  f"{' or '.join(kind.words)} (it has {list(named)}). For a function of verl or "
                  "EasyR1 see examples/adapters.py.")
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    reward = kind(function, None if any_name else list(named), word == "completions")
-    given = reward.given([kind.nothing]).keys()
-    if not part.path:
-        given -= {"answer"}  # a built-in reward needs an answer that is not None
-    return reward, [(part.name, name) for name, p in named.items()
-                    if p.default is p.empty and name not in given]
+    reward = kind(function, list(named), any_name, word == "completions")
+    given = reward.given([kind.nothing]).keys() - {"answer"}
+    # A function of the user may have a use for rows without an answer.
+    return reward, [(part.name, name, name != "answer" or not part.path)
+                    for name, p in named.items() if p.default is p.empty and name not in given]
 
 
 def as_lists(items: list[Item]) -> dict:
@@ -190,7 +207,8 @@ def as_lists(items: list[Item]) -> dict:
     given |= {name: [item.row.get(name) for item in items] for name in row}
     if isinstance(row.get("prompt"), list):  # TRL's conversational form
         prompts, completions = given["prompt"], given["turns"]
-    return given | {"prompts": prompts, "completions": completions, "trainer_state": TRAINER,
+    return given | {"prompts": prompts, "completions": completions,
+                    "trainer_state": SimpleNamespace(**vars(TRAINER)),
                     "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 
 
@@ -218,23 +236,26 @@ def number(value) -> float | None:
 
 # ---- the process ----
 #
-# A worker and the trainer talk over a socket. The worker receives pickles: first its memory limit
-# and what to load, then lists of calls. It sends lines of JSON, because a pickle that a reward
-# wrote could run code in the trainer: first what the pool needs to know of the functions (or a text
-# that explains why they cannot be loaded), then one line of results for each list of calls. What a
-# reward prints goes to the trainer's output.
+# A worker and the trainer talk over a socket. The worker receives pickles: first what to load, then
+# lists of calls. It sends lines of JSON, because a pickle that a reward wrote could run code in the
+# trainer: first what the pool needs to know of the functions (or a text that explains why they
+# cannot be loaded), then one line of results for each list of calls. What a reward prints goes to
+# the trainer's output.
 
-def load(parts: list[Part]) -> tuple[list[Reward], list]:
-    """Loads the functions of --reward. Returns them, and a list of what the pool needs to know:
-    whether one of them takes groups, the names of those that are `async def`, and their needs (see
-    `read_signature`).
+def load(parts: list[Part]) -> tuple[list[Reward], dict]:
+    """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
+    the names of its attributes (rewards.Pool).
     """
     # Built-in rewards first: a file of the user may hide their modules.
     built_in_first = sorted(parts, key=lambda part: part.path is not None)
     found = {part: find(part) for part in built_in_first}
     rewards, needs = zip(*(read_signature(part, found[part]) for part in parts), strict=True)
-    waiting = [part.name for part, it in zip(parts, rewards, strict=True) if it.waits]
-    return [*rewards], [any(it.groups for it in rewards), waiting, sum(needs, [])]
+    named = [*zip(parts, rewards, strict=True)]
+    return [*rewards], {
+        "groups": any(it.groups for it in rewards), "needs": sum(needs, []),
+        "waits": [part.name for part, it in named if it.waits],
+        "silent": [part.name for part, it in named if it.silent],
+        "reads": sum((it.names for it in rewards), [])}
 
 
 def score(rewards: list[Reward], calls: list[list]) -> list[list]:
@@ -298,8 +319,7 @@ def work(fd: int, load=load, score=score) -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # A scheduler that ends a job sends SIGTERM to all of its processes. The trainer finishes its
-    # step first, so a worker goes on; a process that a reward forks can be ended as usual, and
-    # then the answer counts for nothing.
+    # step, so a worker goes on. It may have ended what a reward forked: the answer does not count.
     disturbed = []
     signal.signal(signal.SIGTERM, lambda *_: disturbed.append(True))
     os.register_at_fork(after_in_child=functools.partial(
@@ -320,17 +340,15 @@ def work(fd: int, load=load, score=score) -> None:
     started = next(inbox, None)
     if not started:
         return
-    memory, *what = started
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        rewards, told = load(*what)
+        rewards, told = load(*started)
     except SystemExit as error:  # its text says why a file cannot be used
         return send(str(error))
     except Exception as error:
         return send(failure(error))
     send(told)
-    for progress, calls in inbox:
+    for progress, LOADING.seconds, calls in inbox:
         vars(TRAINER).update(progress)
         answers = score(rewards, calls)
         send(None if disturbed else answers)

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import zlib
+from unicodedata import normalize
 
 from errors import SettingsError
 from examples.mathematics import shut_sympy
@@ -53,6 +54,8 @@ def pays_anything(puzzle: dict) -> bool:
 def score(completion, metadata, answer=None, **row):
     """The library's score, 0 to 1, of the last <answer>, or of all. Some puzzles have no answer of
     their own, and are scored by their metadata. A worker calls shut_eval before."""
+    completion = normalize("NFC", completion)  # a letter is written in one way
+    answer = normalize("NFC", answer) if isinstance(answer, str) else answer
     scorer, text = scorer_of(metadata["source_dataset"]), last_answer(completion)
     puzzle = row | {"answer": answer, "metadata": metadata}
     if answer is None and has_answers(metadata["source_dataset"]):

@@ -12,6 +12,7 @@ import random
 import sys
 import zlib
 from collections import namedtuple
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -259,7 +260,8 @@ def ensure(root="runs", task="sort"):
     folder = place(root, task)
     os.makedirs(root, exist_ok=True)
     with open(folder + ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # free when its process ends
+        with suppress(OSError):  # some disks have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # free when its process ends
         if not os.path.isdir(folder):
             print(f"tiny: making the model {folder}", flush=True)
             build(folder + ".unfinished", task)  # over what a killed process left

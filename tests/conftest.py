@@ -41,9 +41,11 @@ PROMISES = {
     "Each formula is the paper's": "losses",
     "The engine is the policy": "engine model",
     "A reward cannot hang a run, and nothing that a model wrote is executed":
-        "rewards numbers lake",
-    "Each row and template is read as transformers reads it, or refused": "rows convert ends dates",
-    "A run does what its flags say, and shows what it did": "run set_up compare tiny nano",
+        "rewards numbers doors lake",
+    "Each row and template is read as transformers reads it, or refused":
+        "rows convert ends dates columns brought",
+    "A run does what its flags say, and shows what it did":
+        "run set_up compare tiny nano words surroundings",
     "No rank decides alone, and a rank that fails ends all": "dist",
     "The pages are true (./run.sh walk types what they say)":
         "pages walk exercises bench_gpu first_hour host",

@@ -34,7 +34,7 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "signal",  # Slurm's
           "sort", "fix", "write", "solution", "help", "kills", "show", "short", "setup", "only",
           "list", "limit", "shapes",  # of our tools
-          "num_generations", "tasks", "model_args", "flag"}  # TRL's, lm-eval's; any
+          "num_generations", "gpus", "config", "tasks", "model_args", "flag"}  # of other systems
 
 
 def bare(text: str) -> str:

@@ -39,10 +39,10 @@ def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
     return Item(prompt, completion, answer, row, tokens, truncated)
 
 
-def pool(specs, workers=2, timeout=10.0):
+def pool(specs, workers=2, timeout=10.0, loading=1.0):
     """Returns a pool of workers, which is closed at the end of a `with`."""
     made = Pool(specs, fakes.args(reward_workers=workers, reward_timeout=timeout))
-    made.progress["global_step"] = 7
+    made.progress["global_step"], made.loading = 7, loading
     return closing(made)
 
 
@@ -145,12 +145,12 @@ def row_with(answer) -> Row:
 def test_saying_the_answer_gets_1_or_the_row_is_refused():
     """Each form of an answer, or each of a list, is paid by all built-in rewards, or refused."""
     names = ["exact", "gsm8k", "math"]
-    needs, _ = rewards.check([*names, "kk01"], fakes.args())
+    needs = rewards.check([*names, "kk01"], fakes.args()).needs
     rows = [*map(row_with, READ)]
-    rewards.check_rows(needs, rows)
+    rewards.check_rows(needs, rows, {})
     for row in map(row_with, REFUSED):
         with pytest.raises(SettingsError, match="exact needs 'answer': row 5 of rows") as error:
-            rewards.check_rows(needs, [row])
+            rewards.check_rows(needs, [row], {})
         assert repr(str(row.answer)) in str(error.value)
     right = [item(str(said), row.answer) for row in rows for said in answers_of(row.answer)]
     wrong = [item("no 99 of them", row.answer) for row in rows]
@@ -201,10 +201,13 @@ def test_rewards_of_ours_and_of_others(own):
     and EasyR1's. A parameter that is none of these is a column, which each row must have."""
     own(SIGNATURES)
     specs = [f"own.py:{name}" for name in "ours few plain_trl trl verl easyr1 easyr1_alone".split()]
-    needs, waits = rewards.check(specs, fakes.args())
-    assert needs == [["few", "level"], ["trl", "level"]] and not waits
+    found = rewards.check(specs, fakes.args())
+    assert not found.waits and not found.silent and found.needs == [
+        ["ours", "answer", False], ["few", "level", True], ["plain_trl", "answer", False],
+        ["trl", "level", True], ["verl", "answer", False], ["easyr1", "answer", False],
+        ["easyr1_alone", "answer", False]]
     with pytest.raises(SettingsError, match="few needs 'level': row 5 of rows has none"):
-        rewards.check_rows(needs, [row_with({"any": "thing"})])
+        rewards.check_rows(found.needs, [row_with({"any": "thing"})], {})
     items = [Item("<q>", text, "b", ROW, 1, False) for text in ("a", "b", "bb", "b")]
     items[2] = items[2]._replace(turns=[  # an episode of --reply
         {"role": "assistant", "content": "bb"}, *ROW["prompt"] * 2])
@@ -386,7 +389,7 @@ time.sleep(1e9) | no answer within
 sys.exit(0) | the worker ended
 os.kill(os.getpid(), 11) | the worker ended
 os.closerange(3, 99) | the worker ended
-while True: hoard.append(bytearray(1 << 26)) | the worker ended
+while True: hoard.append(bytearray(1 << 26)) | it used more than 0.4 GB of memory
 time.sleep(1e9) if os.fork() == 0 else os._exit(0) | the worker ended
 os.killpg(0, 9) | the worker ended
 os.fork() | fine

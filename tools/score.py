@@ -45,10 +45,10 @@ def groups_of(rows: list[dict]) -> list[list[int]]:
 def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
     """Of each completion. SettingsError if a reward cannot load, or needs what is not kept."""
     args = CommonArgs(reward=tuple(specs))
-    kind = extended("pool", rewards.Pool, args, rewards.check(specs, args)[1])
+    kind = extended("pool", rewards.Pool, args, rewards.check(specs, args).waits)
     with contextlib.closing(kind(specs, args)) as pool:
         pool.wait()
-        for name, column in pool.needs:
+        for name, column, _ in pool.needs:
             if column not in KEPT:
                 raise SettingsError(f"{name} needs {column!r}, which samples/ does not keep. Would "
                                     f"work: a reward of completion, answer, prompt and turns.")

@@ -63,7 +63,7 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
     """One call of a coroutine, and retries where it raises or is late. A server may say how long to
     wait before the next one, and that none can help. found: its numbers."""
     items, pause = call.items[part], 0.0
-    seconds = loaded.timeout * len(items)
+    loading, seconds = worker.LOADING.seconds, loaded.timeout * len(items)
 
     async def once():
         return reward.values(await reward.start(items), items)
@@ -75,7 +75,7 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
         pause = PAUSE * 2**retry
         task = asyncio.create_task(once())
         # Not asyncio.timeout: it waits for a coroutine that does not let itself be cancelled.
-        await asyncio.wait([task], timeout=seconds)
+        await asyncio.wait([task], timeout=seconds + loading * (retry == 0))
         if not task.done():
             task.cancel()
             error = f"no answer within {seconds:g} seconds"

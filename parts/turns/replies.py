@@ -75,7 +75,7 @@ class Environments:
     def start(self, moves: list[Move]):
         """A call. Its reply, as messages. None: the episode is over. Of a move that is over: the
         reward."""
-        move, = moves
+        move = worker.fresh(moves[0])
         it = self.live.pop(move.seed, None)
         if it is None or not move.seen:  # an evaluation has the same episodes each time
             it = self.played_again(move)
@@ -84,7 +84,7 @@ class Environments:
             if "close" in self.methods:
                 it.close()
             return reward
-        said = messages(it.reply([dict(turn) for turn in move.turns]))
+        said = messages(it.reply(worker.fresh(move.turns)))
         self.live[move.seed] = it
         if said and move.pays:
             said[0]["reward"] = number(it.reward())
@@ -96,9 +96,9 @@ class Environments:
 
     def played_again(self, move: Move):
         """A new environment that has seen the turns so far: its worker was killed."""
-        it = self.kind(dict(move.row), move.seed)
+        it = self.kind(move.row, move.seed)
         for end in move.seen:
-            it.reply([dict(turn) for turn in move.turns[:end]])
+            it.reply(worker.fresh(move.turns[:end]))
         return it
 
 
@@ -131,7 +131,7 @@ async def score_all(reply: Reply, timeout: float, calls: list[list[Move]]) -> li
 async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list:
     """The answers of one call."""
     try:
-        said = await asyncio.wait_for(reply.start(moves), timeout)
+        said = await asyncio.wait_for(reply.start(moves), timeout + worker.LOADING.seconds)
         found = reply.values(said, moves)
     except MemoryError:  # as in worker.found_by
         raise

@@ -174,7 +174,7 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
     spec = args.parts.turns.reply
     with closing(ReplyPool([spec], args)) as pool:
         pool.wait()
-        check_rows(pool.needs, rows, "reply")
+        check_rows(pool.needs, rows, {}, "reply")
     paid = paid_by(args)
     if paid and "reward" not in pool.methods:
         raise SettingsError(f"--reward {min(paid)} needs a class with reward() in --reply {spec}.")

@@ -38,6 +38,7 @@ def score(specs, items, group=1, workers=1, timeout=60.0):
     args = fakes.args(reward_workers=workers, reward_timeout=timeout, reward_retries=0)
     with closing(JudgePool(specs, args)) as pool:
         pool.wait()
+        pool.loading = 1.0
         return rewards.scores_of(pool, items, group if pool.groups else 1)
 
 
@@ -61,9 +62,10 @@ def test_coroutines_and_others_are_added_up_and_one_loop_stays_open(own):
         "    client.append(asyncio.get_running_loop())\n"
         "    return client[0] is client[-1] and not client[0].is_closed()")
     specs, args = [f"own.py:{name}" for name in ("trl", "g", "alone")], fakes.args()
-    needs, waits = rewards.check(specs, args)
-    assert (needs, waits) == ([["trl", "level"]], ["trl", "alone"])
-    assert plug.pool(None, args, waits) is JudgePool and plug.pool(None, args, []) is None
+    found = rewards.check(specs, args)
+    assert [["trl", "level", True]] == [it for it in found.needs if it[1] != "answer"]
+    assert found.waits == ["trl", "alone"]
+    assert plug.pool(None, args, found.waits) is JudgePool and plug.pool(None, args, []) is None
     items = [item(text, level=2) for text in ("a", "b", "bb", "b", "bad", "c")]
     found = [tuple(s.parts.values()) for s in score(specs, items, 2, timeout=1.0)]
     assert found == [(1, 3, 1, 0), (1, 3, 1, 0), (2, 3, 1, 0), (1, 3, 1, 0), (None, 3, 1, 0),
@@ -113,7 +115,7 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         return len(tries)
 
     monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
-    loaded = waiting.Loaded([worker.Reward(f, ["completion"])], 0.2, 3)
+    loaded = waiting.Loaded([worker.Reward(f, ["completion"], False)], 0.2, 3)
     for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
         pauses.clear(), tries.clear()
         ((values, error, retries),), = waiting.score(loaded, [[item(needed)]])

@@ -1,0 +1,49 @@
+"""A column is what its name says: one of a name, and a system message is said."""
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+import fakes
+import inputs
+from errors import SettingsError
+from tables import table
+from test_rows import row_of
+
+
+def test_a_system_message_of_a_column_is_said(tmp_path):
+    def said(row: dict, **flags) -> str:
+        return inputs.what_is_read([row_of({"question": "Which?"} | row, tmp_path, **flags)])
+    for name in "system", "system_prompt":
+        assert f"system message from {name}" in said({name: "Be brief."})
+        assert "system message" not in said({name: None})
+        assert "system message" not in said({name: "Be brief."}, system="No.")
+
+
+TWICE = """
+rows.csv | a,question,a | column a
+rows.csv | question,"x y","x y" | column x y
+rows.jsonl | {"question": "q", "question": "r"} | question
+rows.json | [{"question": "q", "deep": [{"k": 1, "k": 2}]}] | k
+"""
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arrow = pa.Table.from_arrays([pa.array(["q"])] * 3, ["question", "b", "b"])
+    pyarrow.parquet.write_table(arrow, "rows.parquet")
+    for name, text, word in [*table(TWICE), ("rows.parquet", None, "column b")]:
+        if text:
+            Path(name).write_text(f"{text}\n1,2,3\n" if name.endswith("csv") else text)
+        with pytest.raises(SettingsError, match=f"{name} .*{word.split()[-1]}.*twice"):
+            inputs.read_files(fakes.args(data=name), 1)
+
+
+def test_a_folder_called_as_rows_that_are_made_hides_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "tiny", "reasoning_gym":
+        Path(name).mkdir()
+    assert len(inputs.read_files(fakes.args(), 1).rows) > 100
+    with pytest.raises(SettingsError, match="./tiny is no file"):
+        inputs.read_files(fakes.args(data="./tiny"), 1)
