@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import command
 
 ROOT = Path(__file__).resolve().parent.parent
-MARK = re.compile(r"<!-- measured at (\w+): ([^;]+?)(?:; kept: (.+?))? -->", re.S)
+MARK = re.compile(r"<!-- measured at (\w+): ([^;]+?)(?:;\s+kept: (.+?))? -->", re.S)
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
