@@ -58,7 +58,7 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
         except SettingsError:
             raise
         except Exception as error:
-            why = f"no folder, and the hub gave a {type(error).__name__}"
+            why = f"no folder, not in the hub's cache, and the hub gave a {type(error).__name__}"
     raise SettingsError(f"--{flag} {model} must be tiny, a folder with config.json and "
                         f"*.safetensors, or a name on the Hugging Face hub ({why}).{works}")
 
