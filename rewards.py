@@ -176,8 +176,8 @@ def parse(specs: list[str]) -> list[Part]:
         mistakes.append("--reward is empty.")
     if mistakes:
         raise SettingsError("\n".join([
-            *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1, such as --reward "
-            f"exact format:0.2. Names: {', '.join([*REWARDS, *added])}"]))
+            *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1, such as "
+            f"--reward exact format:0.2. Names: {', '.join([*REWARDS, *added])}"]))
     return parts
 
 
