@@ -156,7 +156,7 @@ def first_run() -> str:
         out += [curve(ends, color, dash, 2),
                 text(x1 + 158, ends[1][1] + (14 if not dash else -8), f"{mean:.3f}", 13, color)]
         x = x0 if not dash else x0 + 375
-        out += [rule(x, y0 + h + 52, x + 26, y0 + h + 52, color, dash),
+        out += [curve([(x, y0 + h + 52), (x + 26, y0 + h + 52)], color, dash, 2),
                 text(x + 34, y0 + h + 57, f"{words}: mean of {len(rewards)} seeds", 13)]
     out.append(text(x0, y0 + h + 80, "Bands: lowest to highest seed. A random reward gives each "
                     "completion 1 or 0 by chance.", 13, GREY))
