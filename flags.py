@@ -241,7 +241,7 @@ class RunArgs(Flags):
     samples_every: Count = 10
     """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
-    """A Weights & Biases project. Without a key: offline."""
+    """A Weights & Biases project, such as samestep. Without a key: offline."""
     target_reward: tuple[Number, Number] | None = None
     """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
     that of the last 10 at least the second."""

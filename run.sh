@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# samestep: GRPO and PPO for language models, small enough to read
 # ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run
 # ./run.sh ppo [FLAGS]    the same with ppo.py
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves

@@ -1,9 +1,9 @@
 """The pages are true: their links lead somewhere, what they name is there, and their numbers are
 those of the files. Their commands are typed by docs/walk.py."""
 import importlib
-import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import identity
 import plan
 import ranks
 from docs import check_links
+from docs.pictures import draw
 from fakes import SCRIPTS
 from results import environments, roads, table
 from settings import groups, values_of
@@ -53,7 +54,7 @@ def rows(page: str, heading: str = "") -> list[list[str]]:
 # ---- names and links
 
 def test_every_link_leads_to_a_file_and_a_heading_or_to_the_code_that_it_shows():
-    """And every page of docs/ can be reached from the README."""
+    """And every page of docs/ and parts/ is two clicks from the README."""
     pages = {path: path.read_text() for path in tracked() if path.suffix == ".md"}
     headings = {page: {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
                        for heading in re.findall("^#+ (.*)$", text, re.M)}
@@ -63,8 +64,12 @@ def test_every_link_leads_to_a_file_and_a_heading_or_to_the_code_that_it_shows()
             target = (page.parent / name).resolve() if name else page
             assert target.exists(), (page, name)
             assert re.fullmatch(r"(L\d+)?", anchor) or anchor in headings[target], (page, anchor)
-    assert not [page for page in TEXT if page.startswith("docs/")
-                and f"]({page})" not in TEXT["README.md"]]
+    home = ROOT / "README.md"
+    clicked = {home}
+    for _ in range(2):
+        clicked |= {(page.parent / name).resolve() for page in clicked & {*pages}
+                    for name in re.findall(r"\]\((?!http)([^)#\s]+)", pages[page])}
+    assert not [name for name in TEXT if ROOT / name not in clicked]
     for page in check_links.pages():
         assert not check_links.check(page) and not check_links.unlinked(page), page
 
@@ -110,13 +115,37 @@ def test_the_flags_of_an_algorithm_are_accepted():
     assert seen > 20
 
 
-def test_the_idea_of_the_readme_stands_in_learn():
-    """Its lines are those of grpo.py, in this order; `...` stands for lines that are left out."""
-    code = inspect.getsource(grpo.learn)
-    for shown in re.search(r"```python\n(.*?)```", TEXT["README.md"], re.S)[1].splitlines():
-        if shown.strip() != "...":
-            assert f"{shown}\n" in code, shown
-            code = code.partition(f"{shown}\n")[2]
+def test_the_idea_of_the_readme_is_ten_lines_of_nano():
+    """They stand there one below the other: nothing is left out."""
+    shown = re.search(r"```python\n(.*?)```", TEXT["README.md"], re.S)[1]
+    assert shown.count("\n") == 10
+    assert f"\n{textwrap.indent(shown, ' ' * 8)}" in (ROOT / "nano.py").read_text()
+
+
+def test_the_readme_has_the_lines_of_each_file_in_front():
+    """To the nearest ten, or one beside: an edit of a few lines does not make it wrong. The eight
+    of a step are those of its picture."""
+    page, lines = TEXT["README.md"], {
+        name: (ROOT / name).read_text().count("\n") for name in FILES
+        if name.endswith(".py") and "/" not in name}
+    listed = page.partition("## The files")[2].partition("\n## ")[0]
+    eight = dict(re.findall(r"^\| \[(\w+\.py)\]\(\1\) \| (\d+) \|", listed, re.M))
+    others = dict(re.findall(r"`(\w+\.py)` (\d+)", listed))
+    assert len(eight) == 8 and {*eight} | {*others} | {"nano.py"} == {*lines}
+    assert f"The other {len(others)} files" in listed
+    assert f"`nano.py` is the algorithm in {lines.pop('nano.py')} lines" in page
+    for name, said in (eight | others).items():
+        assert abs(lines[name] - int(said)) <= 10, (name, lines[name], said)
+    count, total = re.search(r"the core is (\d+)\s+files with ([\d,]+) lines", page).groups()
+    assert int(count) == len(lines)
+    assert abs(sum(lines.values()) - int(total.replace(",", ""))) <= 100
+    bold = re.findall("<text[^>]*bold[^>]*>(.*?)<", draw.step())
+    assert {*re.findall(r"\w+\.py", " ".join(bold))} == {*eight}
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_a_picture_is_what_its_numbers_draw(name):
+    assert draw.PICTURES[name]() == (ROOT / f"docs/pictures/{name}.svg").read_text()
 
 
 @pytest.mark.parametrize("page", ["reward_to_loss", "one_step"])

@@ -95,7 +95,7 @@ def test_functions_and_files_are_short():
 def test_each_promise_has_its_tests_and_each_test_its_promise():
     """PROMISES in conftest.py is the one list: it begins with those of the README, in its words."""
     from conftest import PROMISES
-    readme = (ROOT / "README.md").read_text().partition("## What it promises")[2]
+    readme = (ROOT / "README.md").read_text().partition("## Why it exists")[2]
     bold = re.findall(r"^\* \*\*(.+?)\.\*\*", readme, re.M)
     assert bold and [*PROMISES][:len(bold)] == bold
     named = {name for files in PROMISES.values() for name in files.split()}

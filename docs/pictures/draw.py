@@ -54,10 +54,10 @@ def rule(x1, y1, x2, y2, color=LINE, dash="") -> str:
     return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}"{dash}/>')
 
 
-def curve(points, color, dash="") -> str:
+def curve(points, color, dash="", width=1.3) -> str:
     points = " ".join(f"{round(x, 1):g},{round(y, 1):g}" for x, y in points)
     dash = f' stroke-dasharray="{dash}"' if dash else ""
-    return (f'<polyline fill="none" stroke="{color}" stroke-width="1.3"{dash} '
+    return (f'<polyline fill="none" stroke="{color}" stroke-width="{width}"{dash} '
             f'points="{points}"/>')
 
 
@@ -69,6 +69,98 @@ def page(height: float, *parts: str) -> str:
         f'width="{WIDTH}" height="{height:g}" font-family="sans-serif" font-size="13" '
         f'fill="{INK}">', f"<defs>{head}</defs>",
         f'<rect width="{WIDTH}" height="{height:g}" fill="white"/>', *parts, "</svg>", ""])
+
+
+def part_of_a_step(x, y, names, words) -> list[str]:
+    """A box with the files of one part of a step, and what it does."""
+    return [box(x, y, 176, 66, BLUE),
+            text(x + 88, y + 28, names, 15, anchor="middle", weight="bold", mono=True),
+            text(x + 88, y + 51, words, 13, anchor="middle")]
+
+
+def step() -> str:
+    """One step, with the files that make it: those of README's first table."""
+    left, middle, right, top, low = 32, 292, 552, 104, 254
+    out = [text(20, 26, "One step, and the files that make it", 15, weight="bold"),
+           text(20, 54, "once, before the first step:", 13, GREY),
+           text(200, 54, "flags.py, inputs.py, plan.py, same_policy.py", 14, mono=True),
+           f'<rect x="14" y="72" width="732" height="296" rx="10" fill="none" stroke="{LINE}" '
+           'stroke-dasharray="6 4"/>']
+    for x, y, names, words in (
+            (left, top, "data.py", "the next rows → prompts"),
+            (middle, top, "rollout.py", "samples with vLLM"),
+            (right, top, "rewards.py", "scores each completion"),
+            (right, low, "grpo.py losses.py", "advantages and the loss"),
+            (middle, low, "batch.py", "packs the micro-batches"),
+            (left, low, "model.py", "FSDP2: gradient, update")):
+        out += part_of_a_step(x, y, names, words)
+    for x, words in (left + 176, "prompts"), (middle + 176, "completions"):
+        out += [arrow(x + 4, top + 33, x + 80, top + 33),
+                text(x + 42, top + 24, words, 12, anchor="middle")]
+    for x, words in (right, "advantages"), (middle, "tokens"):
+        out += [arrow(x - 4, low + 33, x - 80, low + 33),
+                text(x - 42, low + 24, words, 12, anchor="middle")]
+    x, y = left + 88, (top + 66 + low) / 2
+    out += [arrow(right + 88, top + 70, right + 88, low - 4),
+            text(right + 98, y + 5, "rewards", 13),
+            rule(x, low - 4, x, y, GREY), rule(x, y, middle + 88, y, GREY),
+            arrow(middle + 88, y, middle + 88, top + 70),
+            text(x + 12, y - 8, "new weights, for the next step", 13),
+            text(32, 352, "dist.py", 15, weight="bold", mono=True),
+            text(104, 352, "on every rank: each has its share of the completions, and all take "
+                 "the same step", 13),
+            text(20, 396, "between steps:", 13, GREY),
+            text(200, 396, "run.py, log.py, evaluate.py, checkpoint.py", 14, mono=True)]
+    return page(412, *out)
+
+
+def seeds_of(result: str) -> tuple[list, list]:
+    """The rewards of each seed by step, and the accuracies before and after, of a result."""
+    found = json.loads((ROOT / f"results/{result}.json").read_text())["seeds"].values()
+    return ([one["steps"]["reward/exact"] for one in found],
+            [one["evaluations"]["eval/pass@1"] for one in found])
+
+
+def first_run() -> str:
+    """What ./run.sh learns, beside a random reward: the mean of the seeds, lowest and highest."""
+    x0, y0, w, h, x1, w1 = 62, 74, 390, 190, 540, 190
+    out = [text(20, 26, "./run.sh: a tiny model learns to sort six digits", 15, weight="bold"),
+           text(x0, 58, "share of right samples, by step", 13, weight="bold"),
+           text(x1, 58, "accuracy on held-out rows", 13, weight="bold")]
+    for part in (0, 0.25, 0.5, 0.75, 1):
+        y = y0 + h * (1 - part)
+        out += [rule(x, y, x + width, y, PALE if part else LINE)
+                for x, width in ((x0, w), (x1, w1))]
+        out += [text(x - 8, y + 5, f"{part:g}", 13, GREY, "end") for x in (x0, x1)]
+    for at in (1, 10, 20, 35):
+        out.append(text(x0 + w * at / 35, y0 + h + 20, at, 13, GREY, "middle"))
+    for at, words in (40, "before"), (150, "after"):
+        out.append(text(x1 + at, y0 + h + 20, words, 13, GREY, "middle"))
+    for job, color, dash, words in (("sort-grpo", DARK[0], "", "trained on the task's reward"),
+                                    ("sort-grpo-coin", DARK[2], "7 4", "on a random reward")):
+        rewards, accuracies = seeds_of(job)
+        low, high = [[(x0 + w * at / 35, y0 + h * (1 - pick(values)))
+                      for at, values in enumerate(zip(*rewards, strict=True), 1)]
+                     for pick in (min, max)]
+        band = " ".join(f"{round(x, 1):g},{round(y, 1):g}" for x, y in low + high[::-1])
+        out.append(f'<polygon points="{band}" fill="{color}" fill-opacity="0.18"/>')
+        out.append(curve([(x0 + w * at / 35, y0 + h * (1 - sum(values) / len(values)))
+                          for at, values in enumerate(zip(*rewards, strict=True), 1)], color, dash,
+                         2))
+        ends = []
+        for x, values in zip((x1 + 40, x1 + 150), zip(*accuracies, strict=True), strict=True):
+            mean = sum(values) / len(values)
+            ends.append((x, y0 + h * (1 - mean)))
+            out += [rule(x, y0 + h * (1 - min(values)), x, y0 + h * (1 - max(values)), color),
+                    f'<circle cx="{x:g}" cy="{ends[-1][1]:.1f}" r="4" fill="{color}"/>']
+        out += [curve(ends, color, dash, 2),
+                text(x1 + 158, ends[1][1] + (14 if not dash else -8), f"{mean:.3f}", 13, color)]
+        x = x0 if not dash else x0 + 375
+        out += [curve([(x, y0 + h + 52), (x + 26, y0 + h + 52)], color, dash, 2),
+                text(x + 34, y0 + h + 57, f"{words}: mean of {len(rewards)} seeds", 13)]
+    out.append(text(x0, y0 + h + 80, "Bands: lowest to highest seed. A random reward gives each "
+                    "completion 1 or 0 by chance.", 13, GREY))
+    return page(y0 + h + 96, *out)
 
 
 def shift() -> str:
@@ -384,6 +476,7 @@ SICK = {  # the metrics that show it
     "hacked": ("12", "reward/mean reward/exact rollout/length_mean",
                "A hacked reward: it counts digits, and reward/exact is only measured")}
 PICTURES |= {f"sick_{name}": partial(sick, *what) for name, what in SICK.items()}
+PICTURES |= {"step": step, "first_run": first_run}  # of README.md
 PICTURES = {name: made for name, made in PICTURES.items() if (HERE / f"{name}.svg").exists()}
 
 
