@@ -163,7 +163,8 @@ def test_a_step_trains_on_the_rows_that_the_seed_orders_and_its_metrics_are_thei
 
 def test_rates_and_coefficients_follow_their_flags(made):
     """The KL is that to the starting model: 0 before the first update. ppo.py's policy waits for
-    the critic, and its coefficient is adapted from the KL of each step."""
+    the critic, its own warm-up begins then, and its coefficient is adapted from the KL of each
+    step."""
     schedule = [0.5, 1.0, *(1 - i / 11 for i in range(11))]
     if made.script == "grpo":
         assert abs(made.steps[0]["loss/kl"]) < 1e-9 < made.steps[-1]["loss/kl"]
@@ -171,7 +172,8 @@ def test_rates_and_coefficients_follow_their_flags(made):
     else:
         rates = [row["critic/lr"] for row in made.steps]
         assert rates == pytest.approx([2e-3 * rate for rate in schedule])
-        schedule[:3], coefficient = [0, 0, 0], 0.05
+        schedule = [0, 0, 0, 0.5, 1.0, *(1 - i / 8 for i in range(8))]
+        coefficient = 0.05
         for row, used in zip(made.steps, called(made, "losses/token_rewards"), strict=True):
             assert used == pytest.approx(coefficient) and used == pytest.approx(
                 row["policy/kl_coef"])
