@@ -15,7 +15,7 @@ import plan
 import ranks
 from docs import check_links
 from fakes import SCRIPTS
-from results import environments, roads, table
+from results import environments, pipelines, table
 from settings import groups, values_of
 from tracked import ROOT, tracked
 
@@ -109,6 +109,20 @@ def test_the_flags_of_an_algorithm_are_accepted():
     assert seen > 20
 
 
+SOUGHT = """must be divisible by num_generations; real_train_batch_size; infer_tp; sleep mode;
+not synchronized; mismatch; model_merger; custom_reward_function; extra_info; breakpoint;
+compute_metrics; num_generations_eval; best checkpoint; early stopping; different number of GPUs;
+tensorboard; curriculum; sandbox"""  # what users of other systems search for
+
+
+@pytest.mark.parametrize("phrase", SOUGHT.replace("\n", " ").split("; "))
+def test_what_users_search_for_has_a_line(phrase):
+    """Beside it stands what does that here: a flag, a file or a page."""
+    found = [row for row in rows("docs/use/recipes.md", "Errors of other systems")
+             if phrase.lower() in row[0].lower()]
+    assert len(found) == 1 and re.search(r"`[^`]*(--\w|\.\w|/\w)[^`]*`", found[0][1]), found
+
+
 def test_the_idea_of_the_readme_stands_in_learn():
     """Its lines are those of grpo.py, in this order; `...` stands for lines that are left out."""
     code = inspect.getsource(grpo.learn)
@@ -127,5 +141,5 @@ def test_pages_that_a_command_writes_have_the_numbers_of_its_files():
     """The tables of results/ are what their commands print of the committed runs."""
     page = (table.HERE / "README.md").read_text()
     assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
-    for made in roads, environments:
+    for made in pipelines, environments:
         assert made.PAGE.read_text() == made.page(json.loads(made.FILE.read_text()))
