@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from difflib import unified_diff
+from difflib import SequenceMatcher
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,15 +22,20 @@ BLOCK = re.compile("```diff\n.*?```", re.S)
 def difference(before: str, after: str) -> list[str]:
     """The lines of a file that are not in the one before (+), and those that are no longer (-).
 
-    Between them stands `@@ 57 @@`: what follows begins at line 57 of `after`. Docstrings of the
-    files are left out.
+    Between them stands `@@ 57 @@`: what follows begins at line 57 of `after`, and is moved to the
+    left. Left out are docstrings of the files, empty lines, and lines that are only indented anew.
     """
-    code = [(ROOT / name).read_text().splitlines() for name in (before, after)]
-    starts = [lines.index('"""') + 1 for lines in code]
-    found = unified_diff(*(lines[start:] for lines, start in zip(code, starts, strict=True)),
-                         n=0, lineterm="")
-    return [re.sub(r"^@@ -\S+ \+(\d+).*", lambda m: f"@@ {int(m[1]) + starts[1]} @@", line)
-            for line in [*found][2:]]
+    old, new = ((ROOT / name).read_text().splitlines() for name in (before, after))
+    start, found = new.index('"""'), []
+    for kind, i, i_end, j, j_end in SequenceMatcher(
+            None, [line.strip() for line in old], [line.strip() for line in new],
+            autojunk=False).get_opcodes():
+        lines = [("-", line) for line in old[i:i_end]] + [("+", line) for line in new[j:j_end]]
+        lines = [(sign, line) for sign, line in lines if line.strip()]
+        if kind != "equal" and j > start and lines:
+            left = min(len(line) - len(line.lstrip()) for _, line in lines)
+            found += [f"@@ {j + 1} @@", *(sign + line[left:] for sign, line in lines)]
+    return found
 
 
 def page() -> str:

@@ -33,7 +33,7 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time",
           "signal",  # Slurm's
           "sort", "fix", "write", "solution", "help", "kills", "show", "short", "setup", "only",
-          "list", "limit", "shapes",  # of our tools
+          "list", "limit", "shapes", "runs",  # of our tools
           "num_generations", "tasks", "model_args", "flag"}  # TRL's, lm-eval's; any
 
 
