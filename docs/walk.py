@@ -398,7 +398,8 @@ def main() -> int:
             if page == "README.md":
                 walk.page(page, (origin / page).read_text())
             if not clone:
-                clone = next(empty.glob("*/run.sh"), None) or walk.clone(empty)
+                made = (path for path in empty.glob("*/run.sh") if not path.parent.is_symlink())
+                clone = next(made, None) or walk.clone(empty)  # ADDRESS is the link
                 start_scripts(walk, clone.parent)
                 walk.terminal.close()
                 first = "source .venv/bin/activate\n" + CAPPED * options.short
