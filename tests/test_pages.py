@@ -16,7 +16,7 @@ import ranks
 from docs import check_links
 from docs.pictures import draw
 from fakes import SCRIPTS
-from results import environments, roads, table
+from results import environments, pipelines, table
 from settings import groups, values_of
 from tracked import ROOT, tracked
 
@@ -34,7 +34,7 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time",
           "signal",  # Slurm's
           "sort", "fix", "write", "solution", "help", "kills", "show", "short", "setup", "only",
-          "list", "limit", "shapes",  # of our tools
+          "list", "limit", "shapes", "runs",  # of our tools
           "num_generations", "gpus", "config", "tasks", "model_args", "flag"}  # of other systems
 
 
@@ -148,6 +148,20 @@ def test_a_picture_is_what_its_numbers_draw(name):
     assert draw.PICTURES[name]() == (ROOT / f"docs/pictures/{name}.svg").read_text()
 
 
+SOUGHT = """must be divisible by num_generations; real_train_batch_size; infer_tp; sleep mode;
+not synchronized; mismatch; model_merger; custom_reward_function; extra_info; breakpoint;
+compute_metrics; num_generations_eval; best checkpoint; early stopping; different number of GPUs;
+tensorboard; curriculum; sandbox"""  # what users of other systems search for
+
+
+@pytest.mark.parametrize("phrase", SOUGHT.replace("\n", " ").split("; "))
+def test_what_users_search_for_has_a_line(phrase):
+    """Beside it stands what does that here: a flag, a file or a page."""
+    found = [row for row in rows("docs/use/recipes.md", "Errors of other systems")
+             if phrase.lower() in row[0].lower()]
+    assert len(found) == 1 and re.search(r"`[^`]*(--\w|\.\w|/\w)[^`]*`", found[0][1]), found
+
+
 @pytest.mark.parametrize("page", ["reward_to_loss", "one_step"])
 def test_a_page_prints_what_it_says(page):
     ranks.script("tests/pages.py", f"docs/learn/{page}.md")
@@ -157,7 +171,7 @@ def test_pages_that_a_command_writes_have_the_numbers_of_its_files():
     """The tables of results/ are what their commands print of the committed runs."""
     page = (table.HERE / "README.md").read_text()
     assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
-    for made in roads, environments:
+    for made in pipelines, environments:
         assert made.PAGE.read_text() == made.page(json.loads(made.FILE.read_text()))
 
 

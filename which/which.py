@@ -678,7 +678,8 @@ def advantage_table() -> str:
         plain = numbers(system.advantages(rewards, **without)[0, [0, 3]])
         other += "" if plain == CENTERED else f": {plain}"
         rows.append([f"{name} {version(system)}".strip(), flag or "", *found, other])
-    return table(f"| system | as GRPO | 1 of 4: right, wrong | 3 of 4 | {CENTERED} with |", rows)
+    return table("| system | as GRPO | one of four right: advantage of right, wrong | three right "
+                 f"| R − mean ({CENTERED}) with |", rows)
 
 
 def eps_line() -> str:

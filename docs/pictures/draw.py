@@ -3,11 +3,12 @@
     python docs/pictures/draw.py             # all of them
     python docs/pictures/draw.py memory      # one
 
-Numbers come from where they are made: docs/learn/one_step.md, plan.py, results/,
+Numbers come from where they are made: docs/learn/one_step.md, plan.py, results/, ladder/,
 exercises/curves/.
 """
 import argparse
 import json
+import math
 import re
 import sys
 from functools import partial
@@ -277,12 +278,13 @@ def memory_table() -> str:
              "moments": "#54aeff", "micro-batch": "#2da44e", "logits": "#a6e3b5",
              "engine": "#fb8f44"}
     bottom, scale = 336, 280 / 80
-    out = [text(20, 24, "Memory of one GPU in the two halves of a step, by the plan: Qwen2.5-7B on "
-                "4 GPUs of 80 GiB", 14, weight="bold"), text(20, 46, "GiB", 12, GREY)]
+    out = [text(20, 24, "Planned memory of one GPU in the two halves of a step: Qwen2.5-7B on 4 "
+                "GPUs", 14, weight="bold"), text(20, 46, "GiB", 12, GREY)]
     for gib in range(0, 81, 20):
         y = bottom - gib * scale
         out += [rule(62, y, 434, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
                 text(54, y + 4, f"{gib}", 12, GREY, "end")]
+    out.append(text(440, bottom - 80 * scale + 4, "all of the GPU", 12, GREY))
     for column, (name, total) in enumerate(zip(("rollout", "training"), found.sums, strict=True)):
         x, y = 92 + column * 166, bottom
         for part, sizes in found.parts.items():
@@ -351,9 +353,17 @@ def scale(x0, y0, w, h, last: int, low=0.0, high=1.0) -> list[str]:
     for part in (0, 0.5, 1):
         y, value = y0 + h * (1 - part), low + (high - low) * part
         out += [rule(x0, y, x0 + w, y, PALE if part else LINE),
-                text(x0 - 6, y + 4, f"{value:.2g}", 11, GREY, "end")]
+                text(x0 - 6, y + 4, f"{value:.3g}", 11, GREY, "end")]
     return out + [text(x0 + w * step / last, y0 + h + 16, step, 11, GREY, "middle")
                   for step in (1, last // 2, last)]
+
+
+def ends(values: list[float]) -> tuple[float, float]:
+    """Round numbers that the values, and 0, are between: multiples of 1, 2 or 5."""
+    low, high = min(0, *values), max(0, *values)
+    size = 10.0 ** math.floor(math.log10(high - low))
+    unit = next(k * size for k in (0.2, 0.5, 1, 2, 5) if high - low <= 4 * k * size)
+    return unit * math.floor(low / unit + 1e-9), unit * math.ceil(high / unit - 1e-9)
 
 
 def sick(name: str, metrics: str, title: str) -> str:
@@ -364,23 +374,24 @@ def sick(name: str, metrics: str, title: str) -> str:
     out = [text(20, 20, title, 14, weight="bold")]
     for i, metric in enumerate(metrics.split()):
         both = [found[run][metric] for run in ("healthy", "run")]
-        low, high = min(0, *map(min, both)), max(map(max, both))
-        x0, y0, w, h, n = 60 + 245 * i, 62, 190, 120, len(both[0])
-        unit = f", {units[metric]}" if metric in units else ""
-        out += [text(x0, y0 - 10, metric + unit, weight="bold"),
+        low, high = ends([*both[0], *both[1]])
+        x0, y0, w, h, n = 64 + 243 * i, 62, 186, 120, len(both[0])
+        out += [text(x0, y0 - 10, metric, 12, weight="bold"),
+                upwards(x0 - 47, y0 + h / 2, units.get(metric, "")),
                 text(x0 + w / 2, y0 + h + 30, "step", 11, GREY, "middle")]
         out += scale(x0, y0, w, h, n, low, high)
-        for values, color in zip(both, (DARK[1], DARK[4]), strict=True):
+        for values, color, dash in zip(both, (DARK[1], DARK[4]), ("4 3", ""), strict=True):
             out.append(curve([(x0 + w * step / n, y0 + h * (high - value) / (high - low))
-                              for step, value in enumerate(values, 1)], color))
-    for x, color, words in (60, DARK[1], "without the mistake"), (220, DARK[4], "with it"):
-        out += [rule(x, 232, x + 16, 232, color), text(x + 21, 236, words, 12)]
+                              for step, value in enumerate(values, 1)], color, dash))
+    for x, color, dash, words in ((60, DARK[1], "4 3", "without the mistake"),
+                                  (230, DARK[4], "", "with it")):
+        out += [rule(x, 232, x + 24, 232, color, dash), text(x + 30, 236, words, 12)]
     return page(248, *out)
 
 
-def reward_panel(x0, y0, result: str, reward: str, title: str) -> list[str]:
+def reward_panel(x0, y0, result: str, reward: str, title: str, w=190) -> list[str]:
     """The task's reward of each seed of a result, and that of a coin if it was trained on one."""
-    w, h, out = 190, 130, [text(x0, y0 - 10, title, 12, weight="bold")]
+    h, out = 130, [text(x0, y0 - 10, title, 11, weight="bold")]
     found = json.loads((ROOT / f"results/{result}.json").read_text())["seeds"]
     runs = [one["steps"] for one in found.values()]
     last = runs[0]["step"][-1]
@@ -396,6 +407,25 @@ def reward_panel(x0, y0, result: str, reward: str, title: str) -> list[str]:
     return out
 
 
+def ladder() -> str:
+    """ladder/curves.json: the reward of each file beside that of the one before."""
+    found = [*json.loads((ROOT / "ladder/curves.json").read_text()).items()]
+    out = [text(20, 20, "The reward of each file of the ladder, and of the one before it", 14,
+                weight="bold")]
+    for i, (before, after) in enumerate(zip(found, found[1:], strict=False)):
+        x0, y0, w, h, last = 60 + 245 * i, 56, 190, 130, len(after[1])
+        out += scale(x0, y0, w, h, last)
+        out += [text(x0 + w / 2, y0 + h + 30, "step", 11, GREY, "middle"),
+                upwards(x0 - 32, y0 + h / 2, "mean reward")]
+        for k, ((name, rewards), color, dash) in enumerate(zip(
+                (before, after), (GREY, DARK[0]), ("4 3", ""), strict=True)):
+            out += [curve([(x0 + w * step / last, y0 + h * (1 - reward))
+                           for step, reward in enumerate(rewards, 1)], color, dash),
+                    rule(x0, y0 + h + 44 + 18 * k, x0 + 22, y0 + h + 44 + 18 * k, color, dash),
+                    text(x0 + 28, y0 + h + 48 + 18 * k, f"{name}.py", 12)]
+    return page(262, *out)
+
+
 def seeds_legend(y, seeds: int) -> list[str]:
     """Which color is which seed, and which line is which reward."""
     out = []
@@ -404,37 +434,39 @@ def seeds_legend(y, seeds: int) -> list[str]:
                 text(77 + 74 * i, y, f"seed {i}", 12)]
     x = 66 + 74 * seeds
     return [*out, rule(x, y - 4, x + 22, y - 4, INK), text(x + 27, y, "the task's reward", 12),
-            rule(x + 140, y - 4, x + 162, y - 4, INK, "2 3"), text(x + 167, y, "the coin", 12)]
+            rule(x + 140, y - 4, x + 162, y - 4, INK, "2 3"),
+            text(x + 167, y, "the random reward", 12)]
 
 
 def game() -> str:
     """results/game beside its control."""
     title = text(20, 20, "The guessing game: share of games won, by step", 14, weight="bold")
-    return page(266, title, *reward_panel(70, 66, "game", "reward/won", "trained on won or lost"),
-                *reward_panel(350, 66, "game-coin", "reward/won", "trained on a random reward"),
+    return page(266, title, *reward_panel(70, 66, "game", "reward/won", "trained on won or lost",
+                                          290),
+                *reward_panel(440, 66, "game-coin", "reward/won", "trained on a random reward",
+                              290),
                 *seeds_legend(254, 3))
 
 
 def controls() -> str:
     """Three tasks, above their controls with a random reward and with none."""
-    out = [text(20, 20, "The task's reward by step: trained on it, on a random reward, and on none",
+    out = [text(20, 20, "The task's reward by step: trained on it, on a random reward, sharpened",
                 14, weight="bold")]
     for i, (task, name, reward) in enumerate((("sorting", "sort-grpo", "exact"),
                                               ("knights and knaves", "kk", "kk01"),
-                                              ("short instructions", "instructions",
-                                               "follows"))):
+                                              ("instructions", "instructions", "follows"))):
         x = 60 + 245 * i
         for row, (control, words) in enumerate((
-                ("", "its reward"), ("-coin", "a coin"), ("-sharpen", "made surer"))):
+                ("", "its reward"), ("-coin", "random reward"), ("-sharpen", "sharpened"))):
             out += reward_panel(x, 62 + 206 * row, name + control, f"reward/{reward}",
                                 f"{task}: {words}")
     return page(672, *out, *seeds_legend(660, 5))
 
 
-def roads() -> str:
-    """results/roads.json: the held-out accuracy of each seed against what was spent until then."""
-    from results.roads import BEFORE
-    found = json.loads((ROOT / "results/roads.json").read_text())["roads"]
+def pipelines() -> str:
+    """results/pipelines.json: the held-out accuracy of each seed by what was spent until then."""
+    from results.pipelines import BEFORE
+    found = json.loads((ROOT / "results/pipelines.json").read_text())["pipelines"]
     out = [text(20, 24, "From a base model to a policy: held-out accuracy of each seed", 14,
                 weight="bold")]
     w, h, y0 = 290, 150, 60
@@ -444,25 +476,28 @@ def roads() -> str:
             out += [rule(x0, y, x0 + w, y, PALE if value else LINE),
                     text(x0 - 6, y + 4, f"{value:g}", 11, GREY, "end")]
         for part in (0, 0.5, 1):
-            out.append(text(x0 + w * part, y0 + h + 16, f"{most * part:,.0f}", 11, GREY, "middle"))
+            out.append(text(x0 + 6 + (w - 6) * part, y0 + h + 16, f"{most * part:,.0f}", 11, GREY,
+                            "middle"))
         words = {"tokens": "tokens sampled", "seconds": "seconds of training"}[what]
         out.append(upwards(x0 - 32, y0 + h / 2, "held-out accuracy"))
-        out.append(text(x0 + w / 2, y0 + h + 32, f"{words}, with the roads before", 11, GREY,
+        out.append(text(x0 + w / 2, y0 + h + 32, f"{words}, earlier stages included", 11, GREY,
                         "middle"))
-        for color, (road, seeds) in zip(DARK, found.items(), strict=True):
+        for color, (pipeline, seeds) in reversed([*zip(DARK, found.items(), strict=True)]):
             for seed, run in seeds.items():
-                before = sum(found[one][seed][what] for one in BEFORE[road])
-                out.append(curve([(x0 + w * (before + p[what]) / most, y0 + h * (1 - p["pass"]))
-                                  for p in run["points"]], color))
-    for i, (color, road) in enumerate(zip(DARK, found, strict=True)):
-        x = 60 + 130 * i
-        out += [rule(x, y0 + h + 56, x + 22, y0 + h + 56, color),
-                text(x + 28, y0 + h + 60, road, 12)]
-    return page(y0 + h + 76, *out)
+                before = sum(found[one][seed][what] for one in BEFORE[pipeline])
+                out.append(curve([(x0 + 6 + (w - 6) * (before + p[what]) / most,
+                                   y0 + h * (1 - p["pass"])) for p in run["points"]], color))
+    told = {"sft": "128 right answers", "sft-long": "800 right answers", "grpo": "from the base",
+            "sft-grpo": "GRPO after sft", "distill": "taught by sft-grpo"}
+    for i, (color, name) in enumerate(zip(DARK, found, strict=True)):
+        x, y = 60 + 240 * (i % 3), y0 + h + 56 + 20 * (i // 3)
+        out += [rule(x, y, x + 22, y, color), text(x + 28, y + 4, f"{name}: {told[name]}", 12)]
+    return page(y0 + h + 96, *out)
 
 
 PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_table,
-            "turns": turns, "roads": roads, "game": game, "controls": controls}
+            "turns": turns, "pipelines": pipelines, "game": game, "controls": controls,
+            "ladder": ladder}
 SICK = {  # the metrics that show it
     "stale": ("10", "rollout/logprob_gap_mean policy/entropy reward/mean",
               "A stale prefix cache: the engine keeps keys and values of old weights"),

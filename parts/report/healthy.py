@@ -1,8 +1,10 @@
 """healthy.py: the range of a metric in a healthy run, what a value outside means, and what to try.
 
 report.html marks where a curve leaves its range. A metric outside is a reason to look; one inside
-is no proof.
+is no proof. `warnings` has what no range of one metric shows.
 """
+from collections import Counter
+
 HEALTHY = {  # metric: (the range, what it means if it is outside, what to try)
     "rollout/logprob_gap_mean": (
         "below 0.001 in float32; in bfloat16 --max_gap is the limit",
@@ -54,3 +56,48 @@ HEALTHY = {  # metric: (the range, what it means if it is outside, what to try)
         "The critic predicts worse than a constant: the advantages are noise.",
         "A larger --critic_lr, --critic_warmup_steps."),
 }
+
+PASSES = 0.9  # above this pass@1 has little room to rise
+COMMON = 1 / 3  # share of the completions that may be one text
+
+
+def warnings(curves: dict[str, list], rows: list[dict]) -> list[str]:
+    """Returns sentences about a run whose metrics may all be in their ranges.
+
+    curves: each metric by name, an item a row, None where it has none. rows: the lines of samples/
+    of the last evaluation, or of the last step if there is none.
+    """
+    return [*better_reward_alone(curves), *one_text(rows)]
+
+
+def better_reward_alone(curves: dict[str, list]):
+    """The reward rises by a quarter of its first standard deviation or more, and the last pass@1
+    is within the interval of the first."""
+    def of(name: str) -> list[float]:
+        return [value for value in curves.get(name, []) if value is not None]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    reward, std, passed, high = map(of, ("reward/mean", "reward/std", "eval/pass@1",
+                                         "eval/pass@1_high"))
+    if min(len(reward) / 2, len(std), len(passed) / 2, len(high)) < 1:
+        return
+    few = min(3, len(reward) // 2)
+    before, after = mean(reward[:few]), mean(reward[-few:])
+    if after - before > mean(std[:few]) / 4 and passed[-1] <= high[0] and passed[-1] < PASSES:
+        yield (f"The reward rose from {before:.3g} to {after:.3g}, but pass@1 did not: "
+               f"{passed[0]:.3f} before, {passed[-1]:.3f} after. The reward may pay for something "
+               "else than a right answer: read samples/eval_*.")
+
+
+def one_text(rows: list[dict]):
+    """More than a third of the completions are one text, which no right answer is as often."""
+    texts = Counter(row["completion"].strip() for row in rows)
+    answers = Counter(str(row["answer"]) for row in rows if row.get("answer") is not None)
+    (text, count), *_ = texts.most_common(1) or [("", 0)]
+    most = max(answers.values(), default=0)
+    if len(rows) >= 10 and count > max(COMMON * len(rows), 1.5 * most):
+        words = repr(text[:40] + (" …" if len(text) > 40 else ""))
+        yield (f"{count:,} of {len(rows):,} completions are the same text, {words}: the model may "
+               "earn partial credit without reading the prompt.")

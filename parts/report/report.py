@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from errors import SettingsError, command  # noqa: E402
 from files import is_evaluation, read, read_metrics, write_whole  # noqa: E402
-from parts.report.healthy import HEALTHY  # noqa: E402
+from parts.report.healthy import HEALTHY, warnings  # noqa: E402
 from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402
 
@@ -89,6 +89,14 @@ def curves(run: Path) -> dict[str, list]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+def last_rows(run: Path) -> list[dict]:
+    """The lines of samples/ of the last evaluation, else of the last step; [] if too many."""
+    for pattern in "eval_*.jsonl", "step_*.jsonl":
+        if paths := sorted(run.glob(f"samples/{pattern}"), key=plot.by_number):
+            return read(paths[-1]) if paths[-1].stat().st_size <= AT_THE_END else []
+    return []
+
+
 def about(run: Path, group: int) -> dict:
     """A run without its completions."""
     plan = run / "plan.txt"
@@ -96,6 +104,7 @@ def about(run: Path, group: int) -> dict:
     return {"name": os.path.relpath(run), "group": group, "seed": args.get("seed"),
             "versions": args.get("versions", {}), "flags": changed(args), "curves": found,
             "plan": plan.read_text() if plan.exists() else "",
+            "warnings": warnings(found, last_rows(run)),
             "steps": args["steps"], "done": found["step"][-1:] == [args["steps"]]}
 
 
@@ -197,20 +206,18 @@ def fitting(rows: list[dict], step: int, room: int, later: int) -> tuple[str, st
 
 def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], list[str]]:
     """(what each file of samples/ is, its block). As many as there is room for, in bytes of the
-    page, and in bytes to read; the others are named, with an empty block. seen: the mean
-    |advantage|: the page opens where it is largest."""
+    page, and in bytes to read; the others are named, with an empty block."""
     files, found, bare = sample_files(runs), [], 0
     for i, (_, k, kind, step, path) in enumerate(files):
-        text, lacks, size, seen = "", "completions", path.stat().st_size, 0.0
+        text, lacks, size = "", "completions", path.stat().st_size
         if size <= most_read:
             most_read -= size
             rows = read(path)
-            seen = sum(abs(row.get("advantage") or 0.0) for row in rows) / max(1, len(rows))
             if i == 0:
                 bare = len(block(rows, False, CUT))
             text, lacks = fitting(rows, step, room, bare * (len(files) - i - 1))
             room -= len(text)
-        found.append(({"run": k, "kind": kind, "step": step, "lacks": lacks, "seen": seen}, text))
+        found.append(({"run": k, "kind": kind, "step": step, "lacks": lacks}, text))
     found.sort(key=lambda one: (one[0]["run"], one[0]["kind"], one[0]["step"]))
     return [one for one, _ in found], [text for _, text in found]
 

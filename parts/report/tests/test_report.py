@@ -16,7 +16,7 @@ import fakes
 from fakes import write_run
 from metrics import METRICS
 from part import asked
-from parts.report import plug, report
+from parts.report import healthy, plug, report
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
@@ -141,6 +141,34 @@ def test_a_run_that_goes_on_has_a_page_with_the_ranges_of_defined_metrics(tmp_pa
         name in defined and one["means"] and one["try"] for name, one in head["healthy"].items())
 
 
+def test_a_run_is_warned_of_although_every_metric_is_in_its_range():
+    """A reward that rises without pass@1, and one text for most rows; not of a run that learns, of
+    one that was right from the start, or of few possible answers."""
+    rewards, stds = [0.1, 0.2, 0.2, 0.5, None, 0.7, 0.7], [0.3] * 6 + [None]
+
+    def warned(passed, high, rows=(), reward=rewards):
+        return healthy.warnings({"reward/mean": reward, "reward/std": stds, "eval/pass@1": passed,
+                                 "eval/pass@1_high": high}, [*rows])
+
+    flat, = warned([0.0, None, 0.01], [0.02, None, 0.05])
+    assert flat.startswith("The reward rose from 0.167 to 0.633, but pass@1 did not: 0.000 before")
+    assert not warned([0.0, None, 0.4], [0.02, None, 0.5])
+    assert not warned([0.97, None, 0.97], [0.99, None, 0.99])
+    assert not warned([0.0, 0.0], [0.02, 0.02], reward=[0.2, 0.1, 0.2, 0.1, 0.2])
+    assert not warned([0.0], [0.02]) and not healthy.warnings({}, [])
+
+    def rows(texts, answers):
+        return [{"completion": text, "answer": answer}
+                for text, answer in zip(texts, answers, strict=True)]
+
+    alike, other = ["010101"] * 10 + [*"abcdefghij"], [*"klmnopqrstuvwxyzabcd"]
+    same, = healthy.warnings({}, rows(alike, other))
+    assert same.startswith("10 of 20 completions are the same text, '010101'")
+    assert healthy.warnings({}, rows(alike, [None] * 20)) == [same]
+    assert not healthy.warnings({}, rows(["yes"] * 14 + ["no"] * 6, ["yes", "no"] * 10))
+    assert not healthy.warnings({}, rows(other, alike))
+
+
 def test_it_opens_in_a_browser_and_texts_do_nothing(tmp_path):
     """No error, nothing asked for, hostile texts as they are, bands over seeds, filters."""
     names = "chromium", "chromium-browser", "google-chrome", "chrome"
@@ -151,6 +179,7 @@ def test_it_opens_in_a_browser_and_texts_do_nothing(tmp_path):
     rows = [made_up(i, text, prompt=text, answer=text) for i, text in enumerate(HOSTILE)]
     rows += [made_up(9, *"abcdef", truncated=True, turns=[
         {"role": "assistant", "content": "x", "paid": 0.25}, {"role": "user", "content": "again"}])]
+    rows += [made_up(i, *"ab", answer=f"{i}") for i in range(10, 20)]
     page = write_page(*(run_of(tmp_path / name, 5, rows, **args) for name, args in (
         ("a-0", {}), ("a-1", {"seed": 1}), ("b", {"lr": 0.1}))))
     with driver.sync_playwright() as play:
@@ -162,9 +191,11 @@ def test_it_opens_in_a_browser_and_texts_do_nothing(tmp_path):
         it.goto(page.resolve().as_uri())
         it.wait_for_selector("body[data-ready]")
         assert "rollout/logprob_gap_mean at 1 steps, first at 2" in it.text_content("#run")
+        assert it.text_content("#at") == "4"  # the last step: its numbers are the result
+        assert "completions are the same text, 'ab'" in it.text_content("#run")
         assert "a, 2 seeds" in it.text_content("#legend") and it.locator("polygon").count()
         assert "model, turn 1, reward 0.25" in it.locator(".role").all_text_contents()
-        for value, count in ("</script>", 1), ("", 7):
+        for value, count in ("</script>", 1), ("", 17):
             it.evaluate(f"""(() => {{ const e = document.getElementById('f-search');
                 e.value = {value!r}; e.dispatchEvent(new Event('input')); }})()""")
             assert int(it.text_content("#count").split(" ")[0]) == count

@@ -1,10 +1,10 @@
-"""Five roads from one small base to a policy, with seeds, and their comparison.
+"""Five pipelines from one small base to a policy, with seeds, and their comparison.
 
-    python results/roads.py --model runs/smollm2       three seeds, two runs at once: about an hour
-    python results/roads.py --roads sft --seeds 1      one road, to try it
-    python results/roads.py --page                     roads.md again, from roads.json
+    python results/pipelines.py --model runs/smollm2        three seeds, two runs at once: an hour
+    python results/pipelines.py --pipelines sft --seeds 1   one pipeline, to try it
+    python results/pipelines.py --page                      pipelines.md again, of pipelines.json
 
-The task is a short word, reversed letter by letter: a base fails it. The roads:
+The task is a short word, reversed letter by letter: a base fails it. The pipelines:
 
     grpo          GRPO from the base: the control. Without a first success there is nothing to learn
     sft           supervised training on 128 right answers
@@ -12,9 +12,9 @@ The task is a short word, reversed letter by letter: a base fails it. The roads:
     sft-grpo      GRPO from the sft policy
     distill       the sft-grpo policy as the teacher of the base
 
-A finished run is not run again: what the page needs of it is in results/roads.json. One that was
-killed begins again, as it saves nothing on its way. With --tag=-try nothing is filed: the page is
-printed.
+A finished run is not run again: what the page needs of it is in results/pipelines.json. One that
+was killed begins again, as it saves nothing on its way. With --tag=-try nothing is filed: the page
+is printed.
 """
 import argparse
 import json
@@ -34,10 +34,10 @@ from results.collect import machine
 from tools.plot import cell
 
 HERE = Path(__file__).resolve().parent
-FILE, PAGE = HERE / "roads.json", HERE / "roads.md"
+FILE, PAGE = HERE / "pipelines.json", HERE / "pipelines.md"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT = "Write these letters in reverse order, with spaces between them: {}"
-ROADS = {  # name: (script, steps, its model, its teacher, its flags)
+PIPELINES = {  # name: (script, steps, its model, its teacher, its flags)
     "grpo": ("grpo", 30, "base", None, "--batch 4 --group 8 --lr 2e-5 --eval_every 10"),
     "sft": ("sft", 8, "base", None, "--batch 16 --lr 1e-4 --eval_every 8"),
     "sft-long": ("sft", 50, "base", None, "--batch 16 --lr 1e-4 --eval_every 25"),
@@ -49,16 +49,16 @@ BEFORE = {"grpo": [], "sft": [], "sft-long": [], "sft-grpo": ["sft"],
           "distill": ["sft", "sft-grpo"]}
 COMMON = ("--reward exact --max_prompt_tokens 64 --max_tokens 12 --update_tokens 1024 "
           "--score_tokens 2048 --save_every 0 --warmup_steps 3").split()
-TEXT = """# Five roads from one small base
+TEXT = """# Five pipelines from one small base
 
-`python results/roads.py --model runs/smollm2` <!-- walk: not typed: hours --> makes this page:
+`python results/pipelines.py --model runs/smollm2` <!-- walk: not typed: hours --> makes this page:
 SmolLM2-135M-Instruct (see [README.md](README.md)) reverses 3 to 5 letters. `grpo` begins with the
 base: it is the control. `sft` learns 128 right answers, `sft-long` 800 (400 rows, twice).
 `sft-grpo` begins with the sft policy. `distill` begins with the base, and the sft-grpo policy
-teaches it. Columns with "in all" count the roads before it too. Seconds are those of the training
-steps, without starts and evaluations; other runs had the other core, so they compare the roads only
-roughly. A policy is saved in the base's bfloat16, so the next road begins beside it: see "held-out
-before". The machine: MACHINE.
+teaches it. Columns with "in all" count the pipelines before it too. Seconds are those of the
+training steps, without starts and evaluations; other runs had the other core, so they compare the
+pipelines only roughly. A policy is saved in the base's bfloat16, so the next pipeline begins beside
+it: see "held-out before". The machine: MACHINE.
 
 """
 
@@ -77,17 +77,17 @@ def make_rows(folder: Path, n: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def name_of(road: str, seed: int, tag: str) -> str:
-    return f"roads{tag}-{road}-{seed}"
+def name_of(pipeline: str, seed: int, tag: str) -> str:
+    return f"pipelines{tag}-{pipeline}-{seed}"
 
 
-def run(road: str, seed: int, args) -> dict:
+def run(pipeline: str, seed: int, args) -> dict:
     """One run, or what it left if it is finished → what is measured of it."""
-    script, steps, start, teacher, flags = ROADS[road]
-    steps, name = args.steps or steps, name_of(road, seed, args.tag)
+    script, steps, start, teacher, flags = PIPELINES[pipeline]
+    steps, name = args.steps or steps, name_of(pipeline, seed, args.tag)
     model = args.model if start == "base" else f"runs/{name_of(start, seed, args.tag)}/model"
     command = [sys.executable, SCRIPTS.get(script, f"{script}.py"), "--model", model,
-               "--data", "runs/roads/train.jsonl", "--eval_data", "runs/roads/test.jsonl",
+               "--data", "runs/pipelines/train.jsonl", "--eval_data", "runs/pipelines/test.jsonl",
                "--steps", str(steps), "--seed", str(seed), "--name", name, *COMMON, *flags.split()]
     if teacher:
         command += ["--teacher", f"runs/{name_of(teacher, seed, args.tag)}/model"]
@@ -113,53 +113,54 @@ def measured(rows: list[dict]) -> dict:
 
 # ---- the page
 
-def spent(found: dict, road: str, seed: str, what: str) -> float:
-    """By a road and by those before it; nan if one of them is not there."""
-    return sum(found.get(one, {}).get(seed, {}).get(what, np.nan) for one in [*BEFORE[road], road])
+def spent(found: dict, pipeline: str, seed: str, what: str) -> float:
+    """By a pipeline and by those before it; nan if one of them is not there."""
+    return sum(found.get(one, {}).get(seed, {}).get(what, np.nan)
+               for one in [*BEFORE[pipeline], pipeline])
 
 
-def against(found: dict, road: str) -> str:
+def against(found: dict, pipeline: str) -> str:
     """The last accuracy minus that of the control: 95 % of the mean over pairs of equal seeds."""
     last, control = ({seed: one["points"][-1]["pass"] for seed, one in found.get(name, {}).items()}
-                     for name in (road, "grpo"))
+                     for name in (pipeline, "grpo"))
     pairs = [last[seed] - control[seed] for seed in sorted(last.keys() & control.keys())]
-    if road == "grpo" or len(pairs) < 2:
+    if pipeline == "grpo" or len(pairs) < 2:
         return ""
     low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
     return f"{np.mean(pairs):+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def table(found: dict) -> str:
-    """One line a road: mean (lowest to highest) over the seeds."""
-    lines = ["| road | seeds | held-out before | after | minus the control (95 %, paired by seed) "
-             "| 95 % over the rows, each seed | tokens sampled | in all | seconds | in all |",
+    """One line a pipeline: mean (lowest to highest) over the seeds."""
+    lines = ["| pipeline | seeds | held-out before | after | minus the control (95 %, paired by "
+             "seed) | 95 % over the rows, each seed | tokens sampled | in all | seconds | in all |",
              "|---" * 10 + "|"]
-    for road, runs in found.items():
+    for pipeline, runs in found.items():
         ends = [(one["points"][0]["pass"], one["points"][-1]) for one in runs.values()]
-        cells = [road, str(len(runs)), cell([before for before, _ in ends]),
-                 cell([after["pass"] for _, after in ends]), against(found, road),
+        cells = [pipeline, str(len(runs)), cell([before for before, _ in ends]),
+                 cell([after["pass"] for _, after in ends]), against(found, pipeline),
                  ", ".join(f"{after['low']:.2f} to {after['high']:.2f}" for _, after in ends)]
         for what in ("tokens", "seconds"):
             cells.append(cell([one[what] for one in runs.values()], 0))
-            cells.append(cell([spent(found, road, seed, what) for seed in runs], 0))
+            cells.append(cell([spent(found, pipeline, seed, what) for seed in runs], 0))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def curves(found: dict) -> str:
-    """One line an evaluation: the accuracy against what the road itself has spent."""
-    lines = ["| road | step | tokens sampled | seconds | held-out |", "|---" * 5 + "|"]
-    for road, runs in found.items():
+    """One line an evaluation: the accuracy against what the pipeline itself has spent."""
+    lines = ["| pipeline | step | tokens sampled | seconds | held-out |", "|---" * 5 + "|"]
+    for pipeline, runs in found.items():
         for points in zip(*(one["points"] for one in runs.values()), strict=True):
             cells = [cell([p[what] for p in points], 0) for what in ("step", "tokens", "seconds")]
             cells.append(cell([p["pass"] for p in points]))
-            lines.append(f"| {road} | {' | '.join(cells)} |")
+            lines.append(f"| {pipeline} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def page(kept: dict) -> str:
-    return TEXT.replace("MACHINE", kept["machine"]) + table(kept["roads"]) + "\n" \
-        + curves(kept["roads"])
+    return TEXT.replace("MACHINE", kept["machine"]) + table(kept["pipelines"]) + "\n" \
+        + curves(kept["pipelines"])
 
 
 def main() -> None:
@@ -167,27 +168,27 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/smollm2")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--roads", nargs="+", default=[*ROADS], choices=[*ROADS])
-    parser.add_argument("--steps", type=int, help="of every road; not given: those of ROADS")
+    parser.add_argument("--pipelines", nargs="+", default=[*PIPELINES], choices=[*PIPELINES])
+    parser.add_argument("--steps", type=int, help="of each; not given: those of PIPELINES")
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--tag", default="", help="a part of the runs' names: --tag=-try")
     parser.add_argument("--page", action="store_true")
     args = parser.parse_args()
-    kept = {"machine": machine(), "roads": {}}
+    kept = {"machine": machine(), "pipelines": {}}
     if FILE.exists() and not args.tag:
         kept = json.loads(FILE.read_text())
     if not args.page:
-        make_rows(Path("runs/roads"), args.rows)
-        # A job is a list of roads that need each other. Each run has one rank.
+        make_rows(Path("runs/pipelines"), args.rows)
+        # A job is a list of pipelines that need each other. Each run has one rank.
         alone = {"grpo", "sft-long"}
-        lists = [[road for road in args.roads if road not in alone],
-                 *([road] for road in args.roads if road in alone)]
-        jobs = [(seed, roads) for roads in lists for seed in range(args.seeds)]
+        lists = [[pipeline for pipeline in args.pipelines if pipeline not in alone],
+                 *([pipeline] for pipeline in args.pipelines if pipeline in alone)]
+        jobs = [(seed, pipelines) for pipelines in lists for seed in range(args.seeds)]
         with ThreadPoolExecutor(2) as two:
-            found = two.map(lambda job: [run(road, job[0], args) for road in job[1]], jobs)
-            for (seed, roads), runs in zip(jobs, found, strict=True):
-                for road, one in zip(roads, runs, strict=True):
-                    kept["roads"].setdefault(road, {})[str(seed)] = one
+            found = two.map(lambda job: [run(pipeline, job[0], args) for pipeline in job[1]], jobs)
+            for (seed, pipelines), runs in zip(jobs, found, strict=True):
+                for pipeline, one in zip(pipelines, runs, strict=True):
+                    kept["pipelines"].setdefault(pipeline, {})[str(seed)] = one
                 if not args.tag:
                     FILE.write_text(json.dumps(kept, indent=1) + "\n")
     if not args.tag:
