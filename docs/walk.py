@@ -300,6 +300,9 @@ class Walk:
             flags = block.mark.partition(": ")[0].removeprefix("plan")
             text = "\n".join(planned(line, flags) for line in lines if COMMAND.match(line))
         status, printed, seconds = self.terminal.type(text, LIMIT[self.short])
+        if status and how != "error" and (needs := re.search(r"needs .*pip install \S+", printed)):
+            self.untyped.append(f"{block.place}  {needs[0]}")
+            return printed
         right = (status != 0) == (how == "error") and status != 124
         tail = "\n".join(f"      {line}" for line in printed.splitlines()[-25:])
         self.say("ok" if right else "WRONG", block.place, text, seconds,

@@ -82,7 +82,10 @@ def make_processor(splits: int = 1, kind: str = "idefics3"):
 
 def qwen_processor(kind: str, tokenizer, splits: int):
     """It sees 4 tokens in a tile."""
-    import torchvision  # noqa: F401  without it, its own error
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        raise SystemExit("examples/squares.py needs torchvision: pip install torchvision.") from None
     import transformers
     from transformers import Qwen2VLImageProcessor
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]
