@@ -85,7 +85,7 @@ def qwen_processor(kind: str, tokenizer, splits: int):
     try:
         import torchvision  # noqa: F401
     except ImportError:
-        raise SystemExit("these pictures' model needs torchvision: pip install torchvision.") from None
+        raise SystemExit("this model needs torchvision: pip install torchvision.") from None
     import transformers
     from transformers import Qwen2VLImageProcessor
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]
