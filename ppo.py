@@ -34,7 +34,7 @@ from settings import Count, Flags, Positive, Range
 class CriticArgs(Flags):
     """The critic."""
     critic_lr: Positive | None = None
-    """Peak learning rate of the critic. Default: 1e-3 for a model below ten million parameters,
+    """Peak learning rate of the critic. None: 1e-3 for a model below ten million parameters,
     else 1e-5."""
     critic_warmup_steps: int = 0
     """Number of first steps in which only the critic learns."""
