@@ -1,7 +1,7 @@
 """grpo.py: group-relative policy optimization and its family.     https://arxiv.org/abs/2402.03300
 
     python grpo.py                                   one rank, the model of examples/tiny.py
-    torchrun --nproc_per_node 4 grpo.py --batch 8    four ranks; any number makes the same update
+    torchrun --nproc_per_node 4 grpo.py --batch 8    four ranks; any number gives the same update
     python grpo.py --plan --ranks 64 --batch 512     the plan for 64 ranks; nothing is run
 
 One step: the engine samples G completions for each of P prompts. Each completion gets a reward. Its
@@ -109,7 +109,7 @@ def train(args: Args) -> int:
                 # 1. Rollout: G completions for each of P prompts.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                # 2. Reward: a number for each completion, or None where it cannot be scored.
+                # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run, samples, args.group)
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # sample more, train on some of them
@@ -154,7 +154,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # If all advantages of a completion are 0, its loss is 0 for any weights of the policy, so from
     # here on it is skipped: its `learns` is False. It still counts in the denominators of the
     # weights below. But a KL or entropy term acts on every token in the loss, and so may a loss
-    # from --loss FILE.py:NAME. If you add such a term, add it here too.
+    # from --loss FILE.py:NAME. If you add such a term, include it here.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each one's tokens
     learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
@@ -167,7 +167,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     #   weight_it = 1 / tokens of the global minibatch; --aggregation has others
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are computed before `micros` splits the rows over ranks. FSDP is set to sum
-    # gradients over ranks (its default is the mean), so no factor for the ranks is needed.
+    # gradients over ranks (its default is the mean), so no correction factor is needed.
     meter = Meter(world)
     policy_loss = flags.chosen("loss", args.loss).function  # from losses.py or a file
     prompts = torch.arange(len(samples)) // args.group  # (N,): each one's prompt number
@@ -251,8 +251,8 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """Returns the advantage of each token, (M,). By default, all tokens of a completion get R -
-    group mean."""
+    """Returns the advantage of each token, (M,): by default, R - group mean for all tokens of a
+    completion."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(

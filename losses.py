@@ -1,4 +1,4 @@
-"""losses.py: advantages, GAE, losses, KL: formulas of tensors. Others are in variants/.
+"""losses.py: advantages, GAE, losses, KL: formulas on tensors. Others are in variants/.
 
 Shapes: the global batch has P prompts with G completions each (`group`), N = P·G completions in
 request order, and M sampled tokens. A vector with one number per completion is (N,). A vector with

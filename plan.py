@@ -1,4 +1,4 @@
-"""plan.py: memory and sizes of a step, before anything loads, and wrong settings.
+"""plan.py: memory and sizes of a step, before anything loads, and invalid settings.
 
 It loads no weights and needs no GPU, so --plan answers in seconds how many micro-batches a step has
 and whether it fits into memory. Before a run, the same code refuses settings that cannot work.

@@ -1,7 +1,7 @@
 """ppo.py: proximal policy optimization with a critic.            https://arxiv.org/abs/1707.06347
 
     python ppo.py                                    one rank, the model of examples/tiny.py
-    torchrun --nproc_per_node 4 ppo.py --batch 8     four ranks; any number makes the same update
+    torchrun --nproc_per_node 4 ppo.py --batch 8     four ranks; any number gives the same update
 
 A step differs from grpo.py's in one point: a critic predicts the return from each token on. A
 token's advantage is how much better things went than predicted (GAE). So one completion per prompt
@@ -107,7 +107,7 @@ def train(args: Args) -> int:
                 # 1. Rollout: --group completions for each prompt.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                # 2. Reward: a number for each completion, or None where it cannot be scored.
+                # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run, samples, args.group)
 
             # 3. Learn.

@@ -1,4 +1,4 @@
-"""rewards.py: completions → scores, by workers; one that hangs is killed.
+"""rewards.py: completions → scores, in workers; one that hangs is killed.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py

@@ -43,7 +43,7 @@ class EngineArgs(Flags):
     tp: Count = 1
     """Ranks per engine (tensor parallelism)."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.5
-    """The engine's share of each GPU."""
+    """Fraction of each GPU's memory for the engine."""
     kv_cache_gb: float = 0.0
     """Key-value cache in GiB. 0: on GPU, what --gpu_memory_utilization leaves after the weights; on
     CPU, what a step can use, at most 1."""
@@ -59,7 +59,7 @@ class EngineArgs(Flags):
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
         multiples = [(plan.ranks, "ranks")]
-        if plan.local_size:  # an engine stays within a machine
+        if plan.local_size:  # an engine cannot span machines
             multiples = [(plan.local_size, "ranks of a machine")]
         if plan.shape:
             multiples.append((plan.shape.heads, "attention heads"))
@@ -286,8 +286,8 @@ class Engine:
         """Shuts down the engine and the process group, unless the engine is asleep. It must be the
         last call of a run. All ranks must call it (a collective)."""
         self.world.end()  # without its barrier FSDP's threads may abort
-        # A sleeping engine ends with the process (dist.run): its shutdown would free memory again
-        # that sleep has already freed, with a CUDA error for each block.
+        # A sleeping engine ends with the process (dist.run): its shutdown would free memory that
+        # sleep has already freed, with a CUDA error for each block.
         if self.asleep:
             return
         self.llm.llm_engine.engine_core.shutdown()
@@ -377,7 +377,7 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # no Triton on a CPU
         logging.getLogger(name).setLevel(logging.ERROR)
-    # vLLM works without these (audio, tracing) if their import fails: a second less.
+    # vLLM works without these (audio, tracing) if their import fails, which saves a second.
     unseen = {"scipy.signal", "opentelemetry.exporter"} - sys.modules.keys()
     sys.modules |= dict.fromkeys(unseen)
     import vllm.entrypoints.llm  # noqa: F401
