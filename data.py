@@ -40,7 +40,7 @@ MOST_ROWS = 1_000_000  # from a user's function; one more counts as endless
 
 @dataclass
 class DataArgs(Flags):
-    """What the model is asked."""
+    """Prompts."""
     max_prompt_tokens: Count = 512
     """Leave out longer prompts."""
     prompt_template: str | None = None
