@@ -1,28 +1,27 @@
 """batch.py: the global batch, its minibatches, and how micro-batches are packed.
 
     batch → minibatches    one optimizer step each: contiguous slices of the samples
-    minibatch → ranks → micro-batches    to fit memory (balance); this never changes the maths
+    minibatch → ranks → micro-batches    to fit in memory (balance); never changes the maths
 
-A row is one sample: a prompt with one completion. N completions have M sampled tokens together. A
-vector with one number for each completion is (N,). A vector with one number for each sampled token
-is (M,): one completion after another. Tokens that the policy did not sample, such as the reply of a
-tool, are in the model's input but in no (M,) vector. A micro-batch has n of the M tokens: (n,). No
+A row is one sample: a prompt with one completion. N completions have M sampled tokens in total. A
+vector with one number per completion is (N,). A vector with one number per sampled token is (M,):
+the completions' tokens, concatenated. Tokens that the policy did not sample, such as a tool's
+reply, are in the model's input but in no (M,) vector. A micro-batch has n of the M tokens: (n,). No
 vector is padded.
 
 A micro-batch is one input that contains each of its prompts once. A completion attends to its
 prompt and to itself:
 
-    rows, one after another    [p p p a a]  [p p p b b b]  [q c]
+    rows, concatenated         [p p p a a]  [p p p b b b]  [q c]
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
                                c is the last token of its row, so it is not in the input
 
 All prompts come first, then all completions without their last tokens, which predict nothing. Each
-row attends to the same tokens as it would alone, so packing changes a log-prob only by rounding
+row attends to the same tokens as it would unpacked, so packing changes log-probs only by rounding
 (tests/test_float64.py).
 
-The file is read in the order of this work: rows → micro-batches by their sizes alone, the packed
-input and its attention, and at last the classes of the batch: `Completion`, `Sample`, `Batch` and
-`Micro`.
+Top to bottom: rows to micro-batches by their sizes, the packed input and its attention, and the
+classes of the batch: `Completion`, `Sample`, `Batch` and `Micro`.
 """
 import math
 from bisect import bisect_left
@@ -40,30 +39,30 @@ from rewards import Score
 
 # ---- rows → micro-batches ----
 
-# Attention copies the keys of a prompt for each of its completions. In a micro-batch the keys of
-# all completions are at most KEYS x its budget of tokens.
+# Attention copies the keys of a prompt for each of its completions. All completions of a
+# micro-batch have at most KEYS x its token budget keys.
 KEYS = 4
 
-# The size of a row: the index of the first of its neighbours with the same prompt, the prompt's
-# tokens p, the completion's tokens c. A micro-batch contains each of its prompts once, and the
-# completions without their last tokens, which predict nothing.
+# The size of a row: the index of the first adjacent row with the same prompt, the prompt's tokens
+# p, the completion's tokens c. A micro-batch contains each of its prompts once, and the completions
+# without their last tokens, which predict nothing.
 Size = tuple[int, int, int]
 
 
 def packed_tokens(rows: list[int], sizes: list[Size]) -> int:
-    """Returns the number of input tokens of a micro-batch of these rows: each of its prompts once,
-    and each completion without its last token. sizes: the Size of every row; `rows` are indices
-    into it.
+    """Returns the number of input tokens of a micro-batch with these rows: each of its prompts
+    once, and each completion without its last token. sizes: the Size of every row; `rows` are
+    indices into it.
     """
     prompts = {sizes[row][0]: sizes[row][1] for row in rows}
     return sum(prompts.values()) + sum(sizes[row][2] - 1 for row in rows)
 
 
 def cut(sizes: list[Size], budget: int) -> list[list[int]]:
-    """Cuts the rows of `sizes`, in order, into micro-batches and returns the row numbers of each.
+    """Splits the rows of `sizes`, in order, into micro-batches and returns the row numbers of each.
 
     Each micro-batch has at most `budget` tokens, and its completions attend to at most KEYS x
-    budget keys. Raises a ValueError if one row alone has more tokens than the budget.
+    budget keys. Raises a ValueError if a single row has more tokens than the budget.
     """
     micros, last, room, keys = [], None, 0, 0
     for row, (prompt, p, c) in enumerate(sizes):
@@ -84,15 +83,15 @@ def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]
 
     Every rank gets the same number of micro-batches, because FSDP's collectives must match; an
     empty micro-batch is padding. There are as few rounds as the budget allows, and the
-    micro-batches of one round have about the same cost.
+    micro-batches of a round have about the same cost.
     """
     rounds = max(1, -(-len(cut(sizes, budget)) // ranks))
-    # The smallest budget that needs no more rounds makes the largest micro-batch small.
+    # The smallest budget with as few rounds keeps the largest micro-batch small.
     budgets = range(max((p + c for _, p, c in sizes), default=1), budget)
     even = bisect_left(budgets, True, key=lambda b: len(cut(sizes, b)) <= rounds * ranks)
     micros = cut(sizes, budgets[even] if even < len(budgets) else budget)
-    # While there are fewer micro-batches than ranks x rounds, a rank would compute nothing, so the
-    # largest one is halved.
+    # While there are fewer micro-batches than ranks x rounds, some rank would be idle, so halve the
+    # largest one.
     while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):
         largest = max((m for m in micros if len(m) > 1), key=lambda m: packed_tokens(m, sizes))
         micros.remove(largest)
@@ -108,11 +107,11 @@ EVEN = 0.7  # each segment of a block has at least this share of the longest one
 
 
 class Segment(NamedTuple):
-    """A prompt, or a completion without its last token: `length` tokens of the packed input, from
-    the token number `start` on.
+    """A prompt, or a completion without its last token: `length` tokens of the packed input,
+    starting at token number `start`.
 
-    A segment attends to its prefix and to itself. The prefix of a completion is its prompt, and a
-    prompt has no prefix.
+    A segment attends to its prefix and to itself. A completion's prefix is its prompt; a prompt has
+    no prefix.
     """
     start: int
     length: int
@@ -123,9 +122,9 @@ class Segment(NamedTuple):
 class Packed:
     """The segments of a packed input of S tokens. They determine which tokens attend to which.
 
-    `blocks` and `varlen` are computed once for a micro-batch, by its first layer. This is no
-    dataclass: FSDP rebuilds every dataclass among the inputs of a module before the module runs, so
-    each layer would compute them again.
+    `blocks` and `varlen` are computed once per micro-batch, by the first layer. This is not a
+    dataclass: before a module runs, FSDP rebuilds every dataclass among its inputs, so each layer
+    would recompute them.
     """
 
     def __init__(self, segments: list[Segment], tokens: int, device: torch.device):
@@ -180,7 +179,7 @@ class Packed:
 
 
 def to_device(x, device: torch.device):
-    """Returns the tensor on the device, copied without waiting where the device is a GPU."""
+    """Returns the tensor on the device. A copy to a GPU is asynchronous."""
     if device.type == "cuda":  # from pinned memory: the host does not wait for the GPU
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
@@ -191,10 +190,10 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
     """Packs rows into one input. Rows with the same owner share a prompt, which the input contains
     once.
 
-    owners: a number for each row. prompts: a list of ids for each row. completions: ids (c,) for
-    each row. Returns ids (1, S), positions (1, S), the Packed, and for each row a vector (c,): the
-    number of the input token whose output predicts each token of the completion. The last token of
-    the prompt predicts the first one.
+    owners: a number per row. prompts: a list of ids per row. completions: ids (c,) per row. Returns
+    ids (1, S), positions (1, S), the Packed, and for each row a vector (c,): the number of the
+    input token whose output predicts each token of the completion. The last token of the prompt
+    predicts the first one.
     """
     ids, segments, sources, starts, size = [], [], [], {}, 0
     for owner, prompt in zip(owners, prompts, strict=True):
@@ -216,14 +215,14 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
 
 def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
               sliding_window=None, softcap=None, **options):
-    """Computes the attention of a packed input. It has the signature that transformers expects of
-    an attention function: query, key and value (1, heads, S, d) → (1, S, heads, d), None.
+    """Computes the attention of a packed input, with the signature of a transformers attention
+    function: query, key and value (1, heads, S, d) → (1, S, heads, d), None.
 
     packed: the Packed of the input. scaling: the factor on the scores. sliding_window: how many
     keys a query attends to, itself included. softcap: a bound on the scores.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
-    # The kernel for half precision on a GPU takes heads of at most 256 numbers, and no cap.
+    # The half-precision GPU kernel supports head sizes up to 256, and no cap.
     fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
     if query.is_cuda and fits and softcap is None:
         return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
@@ -231,10 +230,10 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
 
 
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
-    """Computes the attention of a packed input with torch's kernel for half precision on a GPU: q,
-    k, v (S, heads, d) → (S, heads, d). Its causal mask is aligned at the end: the last query of a
-    segment sees the last key, so a completion sees its whole prompt. scale: the factor on the
-    scores. window: how many keys a query attends to, itself included.
+    """Computes the attention of a packed input with torch's half-precision GPU kernel: q, k, v (S,
+    heads, d) → (S, heads, d). Its causal mask is aligned at the end: the last query of a segment
+    sees the last key, so a completion sees its whole prompt. scale: the factor on the scores.
+    window: how many keys a query attends to, itself included.
     """
     from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
@@ -252,7 +251,7 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
     parts, place = packed.blocks
     done = []
     for queries, keys, prefix in parts:
-        mask = None  # the kernel has a causal mask of its own
+        mask = None  # the kernel has its own causal mask
         if prefix or cap or (window and window < keys.shape[1]):
             mask = visible(queries.shape[1], prefix, window, q.device)
         attend = partial(capped_attention, cap=cap) if cap else F.scaled_dot_product_attention
@@ -264,8 +263,8 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
 
 def gather(x, index):
     """Returns x (S, heads, d) at the token numbers index (n, L), as (n, heads, L, d). It uses
-    F.embedding, because on a CPU the gradient of x[index] depends on the number of threads, and
-    that of F.embedding does not.
+    F.embedding, whose gradient on a CPU, unlike that of x[index], does not depend on the number of
+    threads.
     """
     return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
 
@@ -297,7 +296,7 @@ class Completion:
     ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, of the engine; 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
-    # (T,) bool: False for a token that an environment put between two turns; None: all True
+    # (T,) bool: False for a token that an environment inserted between turns; None: all True
     sampled: np.ndarray = None
 
     def __post_init__(self):
@@ -310,30 +309,29 @@ class Completion:
         return int(self.sampled.sum())
 
     def messages(self, text: str) -> list[dict]:
-        """Returns the completion as messages of a chat. text: the decoded ids."""
+        """Returns the completion as chat messages. text: the decoded ids."""
         return [{"role": "assistant", "content": text}]
 
 
 @dataclass
 class Sample:
-    """A completion with its prompt, and with what the step computes for it."""
+    """A completion with its prompt, and the results of the step for it."""
     prompt: Prompt
     completion: Completion
     text: str = ""  # the decoded completion; set when it is scored
     score: Score | None = None  # its reward
-    advantage: float | None = None  # the mean over its tokens; None: it is not in the loss
+    advantage: float | None = None  # mean over its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # one for each sampled token
 
 
 class Batch:
     """The N samples of a step in request order, as vectors. It is the same on every rank.
 
-    tokens (N,): how many tokens of each completion were sampled. all_tokens (N,): the same with
-    those that an environment put between two turns. engine_logprobs (M,): of the sampled tokens, in
-    nats, under the distribution that the engine sampled from. places: N index vectors, which
-    together are 0, …, M - 1; places[i] has the indices of the sampled tokens of completion i in an
-    (M,) vector. truncated, scored (N,) bool. rewards (N,) float64, 0 where a completion is not
-    scored. sizes: the Size of each row.
+    tokens (N,): the number of sampled tokens of each completion. all_tokens (N,): the same, plus
+    tokens that an environment inserted between turns. engine_logprobs (M,): of the sampled tokens,
+    in nats, under the engine's sampling distribution. places: N index vectors, which together are
+    0, …, M - 1; places[i] has the indices of the sampled tokens of completion i in an (M,) vector.
+    truncated, scored (N,) bool. rewards (N,) float64, 0 if unscored. sizes: the Size of each row.
     """
 
     def __init__(self, samples: list[Sample]):
@@ -350,21 +348,21 @@ class Batch:
         self.sizes, last = [], None
         for i, sample in enumerate(samples):
             data_row = sample.prompt.row
-            if last != data_row:  # neighbours with equal rows of the data share one prompt
+            if last != data_row:  # adjacent samples with equal data rows share a prompt
                 owner, last = i, data_row
             self.sizes.append((owner, len(data_row.prompt_ids), len(sample.completion.ids)))
 
     def per_token(self, x: torch.Tensor) -> torch.Tensor:
-        """Gives each sampled token the value of its completion: (N,) → (M,)."""
+        """Repeats each completion's value for its sampled tokens: (N,) → (M,)."""
         return x.repeat_interleave(self.tokens)
 
     def sum_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums the values of the sampled tokens of each completion: (M,) → (N,) float64."""
+        """Sums over the sampled tokens of each completion: (M,) → (N,) float64."""
         sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
         return torch.tensor(sums, dtype=torch.float64)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Splits a vector over all sampled tokens (M,) into N views, one for each completion."""
+        """Splits a vector over all sampled tokens (M,) into N views, one per completion."""
         return x.split(self.tokens.tolist())
 
     def part(self, name: str) -> torch.Tensor:
@@ -382,10 +380,10 @@ class Batch:
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
     def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
-        """Packs these rows into micro-batches of at most `budget` tokens and returns those of this
-        rank. Every rank gets the same number of them, and at least one, which may be without rows:
-        it gives each parameter the gradient 0 and not None, as the optimizer needs it. phase: a
-        name for error messages. All ranks must call it (a collective).
+        """Packs these rows into micro-batches of at most `budget` tokens and returns this rank's.
+        Every rank gets the same number of them, at least one. One without rows gives each parameter
+        a zero gradient instead of None, as the optimizer requires. phase: a name for error
+        messages. All ranks must call it (a collective).
         """
         mine = balance([self.sizes[row] for row in rows], world.size, budget)[world.rank]
         micros = [Micro(self, [rows[i] for i in indices], world.device) for indices in mine]
@@ -396,9 +394,9 @@ class Batch:
         """Computes forward(micro) → (n,) without gradient for all micro-batches, and returns the
         values of all sampled tokens (M,) on every rank.
 
-        among (N,) bool: the rows that are computed, by default all; the tokens of the others get
-        NaN. budget: the largest number of tokens of a micro-batch. phase: a name for error
-        messages. All ranks must call it (a collective).
+        among (N,) bool: the rows to compute, by default all; tokens of the others are NaN. budget:
+        the maximum number of tokens in a micro-batch. phase: a name for error messages. All ranks
+        must call it (a collective).
         """
         among = torch.ones(len(self.samples), dtype=torch.bool) if among is None else among
         micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
@@ -407,12 +405,12 @@ class Batch:
         scores = found[0].new_zeros(len(self.engine_logprobs))
         for micro, values in zip(micros, found, strict=True):
             scores[micro.places] = values
-        world.sum(scores)  # one rank computed each row, the others add zero
+        world.sum(scores)  # each row was computed on one rank; the others add zeros
         return torch.where(self.per_token(among), scores, math.nan)
 
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """Stores in each sample the advantages of its tokens, and their mean if the completion is
-        in the loss. advantages (M,). loss_tokens (N,): how many tokens of each completion are in
+        """Stores the advantages of its tokens in each sample, and their mean if the completion is
+        in the loss. advantages (M,). loss_tokens (N,): the number of tokens of each completion in
         the loss.
         """
         for sample, own, in_loss in zip(self.samples, self.split(advantages), loss_tokens > 0,
@@ -428,9 +426,9 @@ class Micro:
     """A micro-batch: rows of the batch as one packed input, and their n sampled tokens.
 
     inputs: the arguments of the model. The output at input token source[i] predicts the id
-    targets[i]; only `pack` makes this shift by one. row (n,): the number of each token's
-    completion, counted within `rows`. If there are no rows, the model computes one dummy token and
-    n is 0, so a sum over the sampled tokens has the gradient 0.
+    targets[i]; only `pack` shifts by one. row (n,): the number of each token's completion within
+    `rows`. Without rows, the model computes one dummy token and n is 0, so the gradient of a sum
+    over the sampled tokens is 0.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
@@ -448,20 +446,20 @@ class Micro:
         self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
         self.targets = to_device(torch.cat(completions)[sampled], device)  # (n,)
         counts = torch.tensor([c.tokens for c in done])
-        # (n,): the completion of each token, counted within `rows`
+        # (n,): the number of each token's completion within `rows`
         self.row = to_device(torch.arange(len(done)).repeat_interleave(counts), device)
         # (n,): the index of each token in an (M,) vector of the batch
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
         self.engine_logprobs = self.take(batch.engine_logprobs)  # (n,)
 
     def per_token(self, x: torch.Tensor) -> torch.Tensor:
-        """Gives each of the n tokens the value of its completion: x (N,) of the batch → (n,)."""
+        """Returns the value of its completion for each of the n tokens: x (N,) of the batch → (n,).
+        """
         return to_device(x[self.rows], self.device)[self.row]
 
     def draws(self) -> torch.Tensor:
-        """Returns a random number in [0, 1) for each token, (n,). The numbers depend only on the
-        completion and its prompt's position in the run, so a token has the same one in any order
-        and in any micro-batch.
+        """Returns a random number in [0, 1) for each token, (n,). It depends only on the completion
+        and its prompt's position in the run, not on the order or the micro-batch.
         """
         found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
             s.completion.tokens) for s in self.samples]

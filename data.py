@@ -2,10 +2,10 @@
 
     --data rows.jsonl            a file: .jsonl, .json, .parquet or .csv
     --data mine.py:rows          a function of the seed that returns or yields rows, as dicts
-    --data openai/gsm8k:main     a data set of the Hugging Face hub
+    --data openai/gsm8k:main     a data set from the Hugging Face hub
 
-`load` makes a Row of each stored row: messages.py reads its columns, the tokenizer's chat template
-writes the text that the model sees, and the tokenizer its ids. A Stream then gives them in order.
+`load` turns each stored row into a Row: messages.py reads its columns, the tokenizer's chat
+template renders the text that the model sees, and the tokenizer its ids. A Stream then draws rows.
 """
 import csv
 import io
@@ -34,58 +34,57 @@ from texts import Marks, marks_of, prompt_ids, templated
 from worker import ROOT, find_file, load_file
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
-GENERATED_ROWS = 1000  # of tiny and reasoning_gym
-MOST_ROWS = 1_000_000  # of a function of the user: one more is taken for rows without an end
+GENERATED_ROWS = 1000  # for tiny and reasoning_gym
+MOST_ROWS = 1_000_000  # from a user's function; one more counts as endless
 
 
 @dataclass
 class DataArgs(Flags):
-    """What the model is asked."""
+    """Prompts."""
     max_prompt_tokens: Count = 512
-    """Longer prompts are left out."""
+    """Leave out longer prompts."""
     prompt_template: str | None = None
-    """The user's message, with {question} or any {column} filled in."""
+    """The user message, with {question} or any {column} filled in."""
     system: str | None = None
-    """A system message, put before the prompt."""
+    """A system message before the prompt."""
 
 
 # ---- prompts, and their order ----
 
 @dataclass
 class Row:
-    """A row of the data, as the loop uses it."""
+    """A data row, as the loop uses it."""
     index: int  # among all stored rows, from 0
     prompt: str  # the text that the model sees
     prompt_ids: list[int]
     answer: object
     columns: dict
     source: str  # its column `data_source`, or the name of the data
-    finished: bool = False  # its text was a rendered chat already
-    # {"prompt", "answer" or "system message": words for the column that it was read from}; None:
-    # the row has none.
+    finished: bool = False  # its text was already a rendered chat
+    # {"prompt", "answer" or "system message": the column it was read from}; None: the row has none.
     read: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
-        """The number of the row in messages to the user, from 1."""
+        """The row's number in messages to the user, from 1."""
         return self.index + 1
 
     def digested(self, of_file) -> list:
-        """Returns what training depends on, of which checkpoint.row_digests makes a digest.
-        of_file: a function path → digest, for a class whose rows name files."""
+        """Returns what training depends on, for checkpoint.row_digests. of_file: a function path →
+        digest, for a class whose rows name files."""
         return [self.prompt_ids, self.answer, self.columns]
 
 
 class Prompt(NamedTuple):
-    """A row that was drawn."""
+    """A drawn row."""
     position: int  # in the order of the run, from 0: it seeds the sampling
     row: Row
 
 
 @dataclass
 class Stream:
-    """Prompts without end. Each epoch is a permutation of the rows by (seed, epoch), and
-    `position`, the number of prompts that were drawn, is the whole state."""
+    """An endless stream of prompts. Each epoch is a permutation of the rows by (seed, epoch).
+    `position`, the number of prompts drawn so far, is the whole state."""
     rows: list[Row]
     seed: int
     position: int = 0
@@ -98,7 +97,7 @@ class Stream:
     def next(self, n: int) -> list[Prompt]:
         """Returns the next n prompts, fewer at the end of an epoch."""
         epoch, start = divmod(self.position, len(self.rows))
-        # % 2**64, because a seed may be negative, and default_rng takes no negative number.
+        # % 2**64: a seed may be negative, which default_rng does not accept.
         order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.rows))
         drawn = enumerate(order[start:start + n], self.position)
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
@@ -110,18 +109,18 @@ class Stream:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from what `state_dict` returned."""
+        """Resumes from what `state_dict` returned."""
         self.position = state["position"]
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
-    """Reads the data `spec` → its rows in order, and a sentence that counts them.
+    """Reads the data `spec` → its rows in order, and a sentence with their counts.
 
-    Rows with an empty prompt, and those with more than --max_prompt_tokens, are left out. seed: for
-    rows that a function makes. make: a function that is called instead of make_row. eos_ids: the
-    ids that end a completion, whose texts no row's own words may contain.
-    SettingsError: a row cannot be read, with its number; or none is left.
+    Rows with an empty prompt or more than --max_prompt_tokens tokens are left out. seed: for rows
+    made by a function. make: a function to call instead of make_row. eos_ids: the ids that end a
+    completion; no row may contain their texts.
+    SettingsError: a row cannot be read (with its number), or no row is left.
     """
     make = make or make_row
     raw, name = read(spec, seed)
@@ -149,9 +148,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
              args: DataArgs) -> Row | None:
-    """Makes a Row of a stored row, whose values are `columns`. None: its prompt is empty.
-    ValueError, SettingsError: it cannot be read, or the chat template has no place for something
-    that it holds. name: that of the data. marks: texts that the row's own words must not contain.
+    """Makes a Row from a stored row with the values `columns`. None: its prompt is empty.
+    ValueError, SettingsError: it cannot be read, or the chat template has no place for part of it.
+    name: the data's name. marks: texts that the row must not contain.
     """
     columns = plain(columns, "")
     messages = messages_of(columns, args.prompt_template, args.system)
@@ -159,19 +158,19 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     if not messages:
         return None
     options = options_of(columns, messages, tokenizer)
-    # A text that begins as the template begins a chat or a message is a rendered chat already.
-    # ChatML's beginning is tried for every tokenizer, because it is the most frequent one.
+    # A text that begins like a chat or message in the template is already a rendered chat. ChatML's
+    # beginning, the most common one, is tried for every tokenizer.
     begins = ("<|im_start|>", *marks.begins)
     finished = any(m["content"].lstrip().startswith(begins) for m in messages)
     if finished and (len(messages) > 1 or options):
         raise SettingsError("a finished chat text takes no --system, no tools and no other "
                             "messages.")
     if not finished:
-        marks.check([messages, options])  # they must contain no control token of the template
+        marks.check([messages, options])  # no control tokens of the template
     text = messages[0]["content"] if finished else rendered(messages, tokenizer, options)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
-    # A chat template writes the BOS itself; before a plain text the tokenizer puts it.
+    # A chat template writes the BOS itself; for plain text the tokenizer adds it.
     ids = prompt_ids(text, tokenizer, plain=tokenizer.chat_template is None and not finished)
     read = {"prompt": first_of((*PROMPTS, *CHATS), columns),
             "answer": column if str(answer).strip() else None}
@@ -184,23 +183,23 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
 
 
 BASIC = (bool, str, int, float, bytes)
-# str() of each says its whole value.
+# Types whose str() is their whole value.
 SAYING = (Decimal, Fraction, UUID, PurePath, date, time, timedelta)
 
 
 def plain(value, column: str):
-    """Returns a stored value as Python's own: of numpy, torch or pandas the number or the list, of
-    a tuple or a set a list, of what is missing None. ValueError: it is of another type, which has
-    no text by which a resume could know it."""
+    """Converts a stored value to Python's own types: numpy, torch and pandas values to a number or
+    list, a tuple or set to a list, a missing value to None. ValueError: it has another type, which
+    has no text to identify it at a resume."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return None
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
-    if hasattr(value, "tolist"):  # of numpy, torch and pandas
-        if getattr(value.dtype, "str", "").endswith("8[ns]"):  # a number in place of a date
+    if hasattr(value, "tolist"):  # numpy, torch and pandas
+        if getattr(value.dtype, "str", "").endswith("8[ns]"):  # else tolist() gives an integer
             value = value.astype(value.dtype.str.replace("[ns]", "[us]"))
         return plain(value.tolist(), column)
-    if isinstance(value, BASIC):  # also a text that is an Enum
+    if isinstance(value, BASIC):  # including an Enum that is a str
         kind = next(kind for kind in BASIC if isinstance(value, kind))
         return kind.__str__(value) if kind is str else kind(value)
     if isinstance(value, SAYING):
@@ -217,7 +216,7 @@ def plain(value, column: str):
 
 
 def one_line(error) -> str:
-    """What an error says, without line breaks."""
+    """Returns an error's message without line breaks."""
     return " ".join(str(error).split())
 
 
@@ -227,17 +226,17 @@ def one_line(error) -> str:
 MAY_BE_UNUSED = ("role", "content", "name", "tool_call_id", "weight")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Columns that are refused if they hold a value of this type, because it belongs to the prompt and
-# would be left out. (A `history` that is a text is a subject of school.)
+# would be left out. (A text column `history` is the school subject.)
 KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
 
 
 def rendered(messages: list[dict], tokenizer, options: dict) -> str:
-    """Returns the text that the model sees. A chat that ends with the assistant's words is
+    """Returns the text that the model sees. A chat that ends with an assistant message is
     continued. SettingsError: the template refuses the chat, writes nothing, or leaves out a message
-    of another role than user or assistant, as some do with a system message or the answer of a
-    tool."""
+    whose role is neither user nor assistant, as some do with a system message or a tool's answer.
+    """
     goes_on = messages[-1]["role"] == "assistant"
     text = in_template(messages, tokenizer, options, add_generation_prompt=not goes_on,
                        continue_final_message=goes_on)
@@ -245,24 +244,24 @@ def rendered(messages: list[dict], tokenizer, options: dict) -> str:
         raise SettingsError("the chat template writes nothing for it.")
     for m in messages:
         said = m["content"].strip()
-        as_json = json.dumps(said, ensure_ascii=False)  # Llama's template writes a tool's answer so
+        as_json = json.dumps(said, ensure_ascii=False)  # how Llama's template writes tool answers
         if m["role"] not in ("user", "assistant") and said not in text and as_json not in text:
             raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
     return text
 
 
 def in_template(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """Returns the text that the chat template makes of the messages. Without a template their texts
-    stand one after another, with an empty line between."""
+    """Renders the messages with the chat template. Without a template, their texts are joined by
+    blank lines."""
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     return templated(messages, tokenizer, options, **more)
 
 
 def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
-    """Returns what the chat template gets beside the messages: a row's tools, which are schemas,
-    and its chat_template_kwargs. SettingsError: they have another form; the template has no place
-    for something of the row; or a column of UNREAD is there."""
+    """Returns what the chat template gets besides the messages: a row's tools (schemas) and its
+    chat_template_kwargs. SettingsError: they have another format, the template has no place for
+    part of the row, or the row has a column of UNREAD."""
     columns = not_null(columns)
     tools, options = (from_json(columns.get(key)) for key in ("tools", "chat_template_kwargs"))
     tools, options = tools or [], options or {}
@@ -281,8 +280,7 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
 def check_all_is_used(messages: list[dict], options: dict, tokenizer):
     """Raises a SettingsError if the chat template ignores an option, or an unusual key or role of a
     message: the text is the same without it (a switch: with its opposite; a role: with another
-    name). Nothing is checked if the template refuses the whole chat, because its own error says
-    more (`rendered`)."""
+    name). Skipped if the template refuses the whole chat: its own error is clearer (`rendered`)."""
     def text_of(messages=messages, options=options) -> str | None:
         """Renders these messages with these options. None: the template raises an error."""
         with suppress(SettingsError):
@@ -293,7 +291,7 @@ def check_all_is_used(messages: list[dict], options: dict, tokenizer):
         return
     for key, value in options.items():
         others = [{name: it for name, it in options.items() if name != key}]
-        if isinstance(value, bool):  # a switch at its default changes nothing; its opposite does
+        if isinstance(value, bool):  # only the opposite of a switch's default changes the text
             others.append(options | {key: not value})
         if all(text_of(options=other) == whole for other in others):
             raise no_place(key)
@@ -306,13 +304,13 @@ def check_all_is_used(messages: list[dict], options: dict, tokenizer):
     for role in {m["role"] for m in messages} - {*ROLES}:
         renamed = [m | {"role": "QX7"} if m["role"] == role else m for m in messages]
         text = text_of(renamed)
-        # A template that only copies the role's name writes the same under any other name.
+        # A template that merely copies the role's name writes the same text with any other name.
         if text and text.replace("QX7", role) == whole:
             raise no_place(role)
 
 
 def no_place(name: str) -> SettingsError:
-    """Returns the error for something that a chat template does not use."""
+    """Returns the error for a value that a chat template does not use."""
     return SettingsError(
         f"the chat template of the model has no place for {name}. Would work: rows without it, or "
         "another model; docs/use/data_and_rewards.md has the forms, examples/convert.py converts "
@@ -322,15 +320,15 @@ def no_place(name: str) -> SettingsError:
 # ---- where rows come from ----
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
-    """Reads the rows of `spec` as they are stored → the rows, and a name for them. spec: a file,
-    FILE.py:NAME, tiny or reasoning_gym for generated rows, or a data set of the hub; of the last
-    three NAME[:CONFIG][@SPLIT]. seed: for rows that a function makes. SettingsError: there are no
-    rows, or they cannot be read."""
+    """Reads the rows of `spec` as stored → the rows, and a name for them. spec: a file,
+    FILE.py:NAME, tiny or reasoning_gym for generated rows, or a hub data set; the last three as
+    NAME[:CONFIG][@SPLIT]. seed: for rows made by a function. SettingsError: there are no rows, or
+    they cannot be read."""
     if ".py:" in spec:
         return rows_of_function(spec, seed), Path(spec).name
     path = os.path.expanduser(spec)
     name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", path, re.DOTALL).groups()
-    if name in ("tiny", "reasoning_gym"):  # also where a folder has this name
+    if name in ("tiny", "reasoning_gym"):  # even if there is a folder of this name
         from examples import reasoning_gym_tasks, tiny
         make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
         return (make(GENERATED_ROWS, seed, config, split or "train"),
@@ -351,8 +349,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
 
 
 def reading(spec: str, function, *args) -> list[dict]:
-    """Returns function(*args). An exception of a library becomes a SettingsError of one sentence,
-    with the cause that `datasets` hides behind a general error."""
+    """Returns function(*args). A library's exception becomes a one-sentence SettingsError, with the
+    cause that `datasets` hides behind a generic error."""
     try:
         return function(*args)
     except SettingsError:
@@ -364,10 +362,10 @@ def reading(spec: str, function, *args) -> list[dict]:
 
 
 def rows_of_function(spec: str, seed: int) -> list[dict]:
-    """Returns the rows that the function of FILE.py:NAME returns or yields, each with values of its
-    own (`plain`), so the function may fill one dict again and again. It is called once on each
-    rank, with the seed. SettingsError: there is no such function, it fails (with the line of the
-    file), its result is not rows, or it has more than MOST_ROWS."""
+    """Returns the rows that the function of FILE.py:NAME returns or yields. Each row is copied
+    (`plain`), so the function may reuse one dict. It is called once on each rank, with the seed.
+    SettingsError: there is no such function, it fails (with the line in the file), its result is
+    not rows, or there are more than MOST_ROWS."""
     path, _, name = spec.rpartition(":")
     if not (found := find_file(path)):
         raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
@@ -397,7 +395,7 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
 
 
 def plain_row(row, number: int, spec: str) -> dict:
-    """Returns a row of a function with plain values. ValueError: it is no dict. SettingsError: it
+    """Returns a function's row with plain values. ValueError: it is not a dict. SettingsError: it
     holds a value of another type."""
     if not isinstance(row, Mapping):
         raise ValueError(f"row {number} is {row!r:.80}, which is no dict")
@@ -408,22 +406,22 @@ def plain_row(row, number: int, spec: str) -> dict:
 
 
 def progress(rows, spec: str):
-    """Yields the rows. After ten seconds a line on rank 0 shows how many there were."""
+    """Yields the rows. After ten seconds, rank 0 shows a progress line with their count."""
     quiet = os.environ.get("RANK", "0") != "0"
     return tqdm(rows, spec, delay=10, mininterval=10, unit=" rows", disable=quiet)
 
 
 def read_hub(name: str, config: str | None, split: str) -> list[dict]:
-    """Reads a data set of the hub, or of its local cache, by the `datasets` library."""
+    """Reads a data set from the hub, or from its local cache, with the `datasets` library."""
     import datasets
     return from_arrow(datasets.load_dataset(name, config, split=split).with_format("arrow")[:])
 
 
-# A file is not read by `datasets`: it takes 007 of a .csv for the number 7, and "2026-01-31" in
-# JSON for a date, and its errors name no line.
+# Files are not read with `datasets`: it reads 007 in a .csv as the number 7 and "2026-01-31" in
+# JSON as a date, and its errors name no line.
 
 def read_file(path: str) -> list[dict]:
-    """Reads the rows of a file, whose name ends in one of FILES."""
+    """Reads the rows of a file with one of the extensions FILES."""
     not_a_pointer(path)
     if path.endswith(".parquet"):
         import pyarrow.parquet
@@ -433,14 +431,14 @@ def read_file(path: str) -> list[dict]:
 
 
 def once(names: list[str], what: str) -> None:
-    """ValueError: one of the names is there twice, so that one value would replace another."""
+    """Raises a ValueError if a name occurs twice: one value would replace another."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the {what} {twice[0]} is there twice")
 
 
 def from_arrow(table) -> list[dict]:
-    """Returns the rows of an Arrow table. In Arrow each struct has the keys of all rows, null where
-    a row lacks one: these are taken out."""
+    """Returns the rows of an Arrow table. In Arrow each struct has the keys of all rows, null if a
+    row lacks one; these nulls are removed."""
     import pyarrow as pa
     once(table.schema.names, "column")
 
@@ -457,7 +455,7 @@ def from_arrow(table) -> list[dict]:
 
 
 def read_json(text: str) -> list[dict]:
-    """Objects, or lists of objects, one after another: so .json and .jsonl are read alike."""
+    """Reads consecutive objects, or lists of objects, so .json and .jsonl are read the same way."""
     def unique(pairs: list[tuple]) -> dict:
         once([key for key, _ in pairs], "key")
         return dict(pairs)
@@ -474,7 +472,7 @@ def read_json(text: str) -> list[dict]:
 
 
 def read_csv(text: str) -> list[dict]:
-    """The cells of each line by the names in the first one. An empty cell is None."""
+    """Returns the cells of each line, by the names in the first line. An empty cell is None."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     names, rows = next(reader, []), []

@@ -1,11 +1,11 @@
 """dist.py: ranks: split a list over them, pad, gather, agree; start and end.
 
 A rank is one process of a run. The global batch is the same list on every rank, and the splits are
-pure functions of it: ranks cannot disagree about which rank has which items.
+pure functions of it, so ranks cannot disagree about who has which items.
 
-The file is read in this order: how a list is split; `World` with the collectives, which all ranks
-must call in the same order; `join`, which makes this process a rank, and the checks before it; and
-how a run ends, after SIGTERM (`Stop`), at its end and after a failure (`run`).
+Top to bottom: how a list is split; `World` with the collectives, which all ranks must call in the
+same order; `join`, which makes this process a rank, and the checks before it; and how a run ends:
+after SIGTERM (`Stop`), normally, and after a failure (`run`).
 """
 import ctypes
 import datetime
@@ -27,11 +27,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from errors import Mistakes, SettingsError, tell
 
-SAVED = 75  # exit status after SIGTERM if the state is saved: EX_TEMPFAIL of sysexits, "try again"
+SAVED = 75  # exit status after SIGTERM with a saved state: EX_TEMPFAIL of sysexits, "try again"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # for one rank; port 0: any free port
 FOREVER = datetime.timedelta(9999)  # longer than any run; gloo counts nanoseconds in 64 bits
-# A process without copies has these values, or the variables are not set.
+# The values in a process without copies, unless the variables are unset.
 NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1",  # Open MPI
            "PMI_SIZE": "1", "PMIX_RANK": "0",  # MPICH, Intel MPI
            "MV2_COMM_WORLD_SIZE": "1", "FLUX_JOB_SIZE": "1", "JSM_NAMESPACE_SIZE": "1",
@@ -41,8 +41,8 @@ NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"
 # ---- splitting: pure functions of sizes ----
 
 def share(n: int, ranks: int, rank: int) -> slice:
-    """Returns the slice of n items that belongs to `rank`. The slices of all ranks are contiguous
-    and in rank order. The first n % ranks ranks get one item more than the others.
+    """Returns the slice of n items that belongs to `rank`. The ranks' slices are contiguous and in
+    rank order. The first n % ranks ranks get one more item than the others.
     """
     small, extra = divmod(n, ranks)
     start = rank * small + min(rank, extra)
@@ -50,16 +50,13 @@ def share(n: int, ranks: int, rank: int) -> slice:
 
 
 def pad_to_multiple(items: list, multiple: int, filler) -> list:
-    """Returns the items followed by as many copies of `filler` as make the length a multiple of
-    `multiple`.
-    """
+    """Returns the items, padded with `filler` to a length that is a multiple of `multiple`."""
     return items + [filler] * (-len(items) % multiple)
 
 
 def assert_divisible(n: int, by: int, what: str, per: str) -> int:
     """Returns n // by. Raises a SettingsError if n is not a multiple of `by`; its text has the
-    nearest values of n and of `by` that would work. what, per: the names of n and of `by` in the
-    text.
+    nearest values of n and `by` that would work. what, per: the names of n and `by` in the text.
     """
     if n % by == 0:
         return n // by
@@ -75,7 +72,7 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
 
 @dataclass
 class World:
-    """All ranks of a run, and the place of this process among them. Every rank must make the same
+    """All ranks of a run, and this process's place among them. Every rank must make the same
     collective calls in the same order.
     """
     rank: int
@@ -84,32 +81,32 @@ class World:
     local_size: int
     device: torch.device
     control: td.ProcessGroup  # gloo: for tensors and objects on the host
-    patient: td.ProcessGroup | None = None  # gloo, for waits without a limit
+    patient: td.ProcessGroup | None = None  # gloo, for waits without a timeout
     timeout: float = 600.0  # seconds that a rank waits for another
-    began: datetime.datetime | None = None  # when the ranks joined; a restart keeps the first time
+    began: datetime.datetime | None = None  # when the ranks first joined; kept by a restart
     again: str = ""  # the command that resumes this run
     step: int = -1  # the current step, for messages; -1 before the first one
-    joined: ClassVar["World | None"] = None  # the World that `join` made; `run` reads it
-    ring: "Ring | None" = None  # what ends this rank if another one fails; None: it is alone
+    joined: ClassVar["World | None"] = None  # the World from `join`; `run` reads it
+    ring: "Ring | None" = None  # ends this rank if another one fails; None: there is no other
 
     def mine(self, items: list) -> list:
         """Returns this rank's share of a list that is the same on every rank."""
         return items[share(len(items), self.size, self.rank)]
 
     def gather(self, mine: list, more: float = 0.0) -> list:
-        """Returns the lists of all ranks, joined in rank order, on every rank. It is the inverse of
-        `mine`. RuntimeError: some ranks did not come within --timeout and `more` seconds. All ranks
-        must call it (a collective).
+        """Returns the lists of all ranks, concatenated in rank order, on every rank: the inverse of
+        `mine`. RuntimeError: some ranks did not arrive within --timeout plus `more` seconds. All
+        ranks must call it (a collective).
         """
         limit = datetime.timedelta(seconds=self.timeout + more)
-        td.monitored_barrier(self.control, limit)  # its error names the ranks that did not come
+        td.monitored_barrier(self.control, limit)  # its error names the missing ranks
         lists: list = [None] * self.size
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
 
     def any_rank(self, flag: bool) -> bool:
-        """Returns whether the flag is True on at least one rank. An `if` around a collective must
-        test this result and never the flag of one rank. All ranks must call it (a collective).
+        """Returns whether the flag is True on any rank. An `if` around a collective must test this
+        result, never one rank's own flag. All ranks must call it (a collective).
         """
         return bool(self.max(torch.tensor(int(flag))))
 
@@ -128,9 +125,9 @@ class World:
         return tensor
 
     def together(self, function, *args):
-        """Calls function(*args) on each rank and returns this rank's result. If the call raises a
-        SettingsError on at least one rank, all ranks raise the one of the lowest such rank. All
-        ranks must call it (a collective).
+        """Calls function(*args) on each rank and returns this rank's result. If any rank raises a
+        SettingsError, all ranks raise that of the lowest such rank. All ranks must call it (a
+        collective).
         """
         mistakes = Mistakes()
         result = mistakes.attempt(function, *args)
@@ -142,22 +139,22 @@ class World:
         td.barrier(group=self.control)
 
     def meet(self):
-        """Is a barrier without a limit of time, after work of one rank alone, such as the export.
-        A rank that fails ends it (Ring). All ranks must call it (a collective)."""
+        """A barrier without a timeout, for work on only one rank, such as the export. A rank that
+        fails ends it (Ring). All ranks must call it (a collective)."""
         td.barrier(group=self.patient)
 
     def end(self):
-        """Is a barrier, and the last collective of a run: a rank that ends before it has failed,
-        and its end ends the others (Ring). All ranks must call it (a collective)."""
+        """A barrier, and the last collective of a run: a rank that exits before it has failed, and
+        takes the others down (Ring). All ranks must call it (a collective)."""
         self.barrier()
         if self.ring:
             self.ring.say(False)
             self.ring.join()
 
     def same_phase(self, phase: str, count: int):
-        """Checks that all ranks begin the phase with the same name, step and count. If they do not,
-        it raises a RuntimeError on all ranks. Without this check they would wait in different
-        collectives until a watchdog ended them. All ranks must call it (a collective).
+        """Checks that all ranks begin the phase with the same name, step and count; otherwise
+        raises a RuntimeError on all ranks. Without this check they would wait in different
+        collectives until a watchdog killed them. All ranks must call it (a collective).
         """
         phases = self.gather([(phase, self.step, count)])
         if len(set(phases)) > 1:
@@ -178,9 +175,8 @@ class World:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the largest number of bytes that were in use since the last call: on a CPU the
-    resident memory of this process; on a GPU what torch allocated, and beside it what others have
-    of the card now.
+    """Returns the peak number of bytes in use since the last call: on a CPU the resident memory of
+    this process; on a GPU what torch allocated, plus what others use of the card now.
     """
     if device.type != "cuda":
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -201,8 +197,8 @@ def card_bytes() -> int | None:
 
 
 def gpu_mistakes(ranks: int) -> list[str]:
-    """Returns sentences that explain why the GPUs of this machine cannot serve its ranks. The list
-    is empty if they can, or if the machine has no GPU. ranks: the number of ranks on this machine.
+    """Returns sentences that explain why this machine's GPUs cannot serve its ranks, or an empty
+    list if they can or there is no GPU. ranks: the number of ranks on this machine.
     """
     count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu_build, job = torch.version.cuda, os.environ.get("STARTED_AS")
@@ -222,8 +218,8 @@ def gpu_mistakes(ranks: int) -> list[str]:
 def place():
     """Sets the environment variables that make this process a rank. If neither torchrun nor a
     scheduler has set WORLD_SIZE, or if it is 1, this process becomes the only rank. Raises a
-    SettingsError if it is one of several processes of Slurm or MPI without WORLD_SIZE, each of
-    which would be a separate run, or if some of the variables are missing.
+    SettingsError if some variables are missing, or if this is one of several Slurm or MPI processes
+    without WORLD_SIZE, each of which would be a separate run.
     """
     if "WORLD_SIZE" not in os.environ:
         others = [f"{name}={os.environ[name]}" for name, one in NO_COPY.items()
@@ -239,14 +235,14 @@ def place():
                             f"Would work: torchrun --nproc_per_node {size}, or unset WORLD_SIZE.")
     if size == "1" and not td.is_torchelastic_launched():
         os.environ.update(ALONE)
-    for name in "LOCAL_RANK", "LOCAL_WORLD_SIZE":  # some schedulers start one rank a machine
+    for name in "LOCAL_RANK", "LOCAL_WORLD_SIZE":  # some schedulers start one rank per machine
         os.environ.setdefault(name, ALONE[name])
 
 
 def quiet_torch():
     """Makes torch's C++ code print only errors, unless TORCH_CPP_LOG_LEVEL is set. By default it
-    would print a warning at each binding to a memory node. torch has read the variable when it was
-    imported, so this function makes it read the variable again.
+    prints a warning for each binding to a memory node. torch read the variable on import, so this
+    function makes it read the variable again.
     """
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -259,20 +255,20 @@ def join(timeout: float = 600.0) -> World:
     number of CPU threads and the backends: nccl for a GPU, gloo for the host. It must run before
     vLLM is imported, because that turns `torch.set_num_threads` into a no-op.
 
-    timeout: how many seconds a rank waits for another. Raises a SettingsError if not all ranks have
-    joined in that time.
+    timeout: how many seconds a rank waits for another. Raises a SettingsError if not all ranks join
+    in that time.
     """
     place()
     quiet_torch()
     local_rank, local_size = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
-    if td.is_torchelastic_launched():  # a torchrun that is killed must leave no rank behind
+    if td.is_torchelastic_launched():  # if torchrun is killed, no rank must survive
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG
     device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
     if torch.cuda.is_available() and not gpu_mistakes(local_size):  # inputs.py reports these
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         given = None if given == "1" else given  # torchrun sets 1
-    if given is None:  # this machine's ranks divide its cores
+    if given is None:  # the ranks of a machine divide its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     store, rank, size = meet(limit := datetime.timedelta(seconds=timeout))
     # torchrun's store outlives its ranks. The ranks of a restart must not read the old addresses.
@@ -289,7 +285,7 @@ def join(timeout: float = 600.0) -> World:
 
 def meet(limit: datetime.timedelta):
     """Waits for the other ranks → their common store, this rank, the number of ranks. Raises a
-    SettingsError if not all have come within the limit."""
+    SettingsError if not all arrive within the limit."""
     try:
         return next(rendezvous("env://", timeout=limit))
     except td.DistError as error:
@@ -311,7 +307,7 @@ class Stop:
         signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, *_):
-        """Handles SIGTERM: notes on this rank that the run is asked to end."""
+        """Handles SIGTERM: records on this rank that the run should end."""
         self.asked = True
 
     def agreed(self) -> bool:
@@ -322,11 +318,11 @@ class Stop:
 class Ring(threading.Thread):
     """Ends this process if another rank fails, on this machine or another.
 
-    A rank may wait for a failed one where no signal and no exception reaches it, such as in NCCL.
-    So in a thread, each rank waits for a word of the rank before it, and passes it on. If that
-    process ends without a word, in whichever way, the system closes their connection.
+    A rank may wait for a failed one where neither a signal nor an exception reaches it, such as in
+    NCCL. So a thread on each rank waits for a message from the previous rank, and passes it on. If
+    that process ends without a message, however it ends, the system closes their connection.
     """
-    GRACE = 20  # seconds in which a rank may end by itself, and say more
+    GRACE = 20  # seconds in which a rank may exit by itself, with a better message
 
     def __init__(self, rank: int, size: int):
         super().__init__(daemon=True)
@@ -335,14 +331,14 @@ class Ring(threading.Thread):
         self.start()
 
     def say(self, failed: bool):
-        """Tells the next rank that a rank has failed, or that the run has ended well."""
-        with suppress(RuntimeError):  # the next rank has ended too
+        """Tells the next rank that a rank has failed, or that the run has succeeded."""
+        with suppress(RuntimeError):  # the next rank has also exited
             td.send(torch.tensor([failed]), self.after, self.group)
 
     def run(self):
-        """Returns when the run has ended well. After a failure it ends this process, status 1."""
+        """Returns once the run has succeeded. After a failure, exits the process with status 1."""
         failed = torch.tensor([True])
-        with suppress(RuntimeError):  # the rank before this one has ended
+        with suppress(RuntimeError):  # the previous rank has exited
             td.recv(failed, self.before, self.group)
         if failed:
             self.say(True)
@@ -352,12 +348,12 @@ class Ring(threading.Thread):
 
 
 def run(main, *args):
-    """Runs main(*args) and exits the process. If one rank fails, all ranks end, and torchrun's last
-    lines show the first failure.
+    """Runs main(*args) and exits the process. If one rank fails, all ranks exit, and torchrun's
+    last lines show the first failure.
 
-    The exit status is 0 after success; 1 after a failure or a missed grade; 2 after a mistake in
-    the settings; 75 if the run was stopped and its state is saved; 130 after Ctrl-C. torchrun's own
-    status is 1 for all of these but 0. The process ends by os._exit, because threads of the engine
+    The exit status is 0 after success; 1 after a failure or a missed grade; 2 after an error in the
+    settings; 75 if the run was stopped and its state saved; 130 after Ctrl-C. torchrun's own status
+    is 1 for all of these except 0. The process exits with os._exit, because the engine's threads
     may block a normal exit.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -385,13 +381,13 @@ def run(main, *args):
 
 
 def say_why(error: BaseException, report):
-    """Prints why this rank ends, and records the error in `report` for torchrun's last lines. A
+    """Prints why this rank exits, and records the error in `report` for torchrun's last lines. A
     SettingsError is printed as its sentence, any other error with its traceback.
     """
-    if td.is_torchelastic_launched():  # torchrun ends this rank now if another one ended first
+    if td.is_torchelastic_launched():  # torchrun ends this rank now if another one exited first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Ranks that fail alike would print the same text: local rank 0 is first, and torchrun ends
-        # the others while they wait.
+        # Ranks that fail the same way would print the same text: local rank 0 goes first, and
+        # torchrun ends the others while they wait.
         time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)
     said = f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):

@@ -1,4 +1,4 @@
-"""errors.py: mistakes in the settings, as sentences for the user.
+"""errors.py: settings errors, as sentences for the user.
 
 The first half has the exception for a mistake of the user and two ways to raise it: `as_sentence`
 for an exception of a library, and `Mistakes` for several mistakes at once. The second half is the

@@ -26,13 +26,13 @@ class EvalArgs(Flags):
     eval_every: int = 0
     """Steps between evaluations. 0: only before the first step and after the last."""
     eval_samples: Count = 1
-    """k: completions of each row. pass@1 is their mean; pass@k is unbiased."""
+    """k: completions per row. pass@1 is their mean; pass@k is unbiased."""
     eval_temperature: float = 0.0
     """Sampling temperature. 0: greedy."""
     eval_pass: Number = 1.0
-    """A completion passes when its first --reward is at least this."""
+    """A completion passes if its first --reward is at least this."""
     eval_only: bool = False
-    """Evaluate --model on --eval_data, and end."""
+    """Evaluate --model on --eval_data and exit."""
     switch: ClassVar[str] = "eval_data"
 
     def rules(self, plan):

@@ -1,4 +1,4 @@
-"""family.py: how a model_type is computed, and its sizes: here a dense text model.
+"""family.py: how a model_type is computed, and its sizes: here, dense text models.
 
 A Family says which class of transformers makes a model and what its files call each weight. A Shape
 has the sizes from which plan.py computes memory. model_files.family_of chooses the family. Where

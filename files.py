@@ -1,4 +1,4 @@
-"""files.py: files that are whole or absent, and the folder of a run.
+"""files.py: files written whole or not at all, and the run's folder.
 
 Rank 0 writes. A file is written under another name and then renamed, so a kill or a full disk
 leaves it whole or absent. metrics.jsonl alone is appended to, and `read` drops a last line that a

@@ -1,12 +1,12 @@
 """flags.py: the flags that scripts share, with their defaults, and the command line.
 
-Each component has the dataclass of its flags beside its code (settings.py). Here are those of the
-loss and of the run, and CommonArgs, which holds all of them. `parse` makes an Args of the command
-line; a run that is resumed by --name gets the flags that are not given from its args.json.
+Each component defines the dataclass of its flags next to its code (settings.py). Here are those of
+the loss and of the run, and CommonArgs, which holds all of them. `parse` turns the command line
+into an Args; a run resumed with --name takes omitted flags from its args.json.
 
---loss and --advantage take a name of losses.py, or FILE.py:NAME: a function of a file, as in
-variants/. The file is found from the current folder or from the project's, and loaded before
-weights are.
+--loss and --advantage take a name in losses.py, or FILE.py:NAME: a function in a file, as in
+variants/. The file is looked up in the current folder, then in the project's, and loaded before the
+weights.
 """
 import inspect
 import io
@@ -60,7 +60,7 @@ class ClipArgs(Flags):
     clip_high: float = 0.2
     """ε above: ratios over 1 + ε are clipped (DAPO: 0.28)."""
     dual_clip: Annotated[float, Range(1, above=True)] | None = None
-    """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
+    """c > 1: limit the loss to -c·A if A < 0 (https://arxiv.org/abs/1912.09729)."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """token: mean over the minibatch's tokens (DAPO). sequence: mean of each completion's mean
     (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of the
@@ -68,7 +68,7 @@ class ClipArgs(Flags):
     engine_correction: Literal["none", "truncate", "mask", "sequence_truncate",
                                "sequence_mask", "sequence_mean"] = "none"
     """Weight losses by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
-    high] (IcePop). sequence_: by the completion's ratio. sequence_mean: by the geometric mean of
+    high] (IcePop). sequence_: use the completion's ratio. sequence_mean: use the geometric mean of
     its tokens' ratios, truncated."""
     correction_low: float = 0.5
     """Lower bound; truncate has none."""
@@ -76,7 +76,7 @@ class ClipArgs(Flags):
     """Upper bound."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         masks = self.engine_correction in ("mask", "sequence_mask")
         if masks and self.correction_low > self.correction_high:
             yield (f"--correction_low must be at most --correction_high {self.correction_high} "
@@ -85,12 +85,12 @@ class ClipArgs(Flags):
 
     @property
     def bounds(self) -> dict[str, float | None]:
-        """The bounds of the ratio, by the names of a loss's arguments."""
+        """The ratio's bounds, by the argument names of a loss."""
         return {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
 
     @property
     def correction(self) -> dict[str, object]:
-        """The arguments of losses.engine_correction that flags give."""
+        """The arguments of losses.engine_correction that come from flags."""
         return {"kind": self.engine_correction, "low": self.correction_low,
                 "high": self.correction_high}
 
@@ -103,10 +103,10 @@ class LossArgs(ClipArgs):
     kl_reward_coef: float = 0.0
     """β of the KL to the starting model in the reward. 0: none."""
     overlong_buffer: int = 0
-    """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
+    """DAPO: penalty of up to 1 over this many tokens before --max_tokens. 0: none."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if self.overlong_buffer > plan.args.max_tokens:
             yield (f"--overlong_buffer must be at most --max_tokens {plan.args.max_tokens:,} (got "
                    f"{self.overlong_buffer:,}).")
@@ -124,19 +124,18 @@ TAKES = {  # arguments of such a function: the positional ones, and those by nam
 
 
 class Chosen(NamedTuple):
-    """A function of --loss or --advantage, from a file or built in, and what its file says of
-    it."""
+    """A function of --loss or --advantage, built in or from a file, with that file's settings."""
     function: Callable
     refuses: Callable | None = None  # args → why they do not fit the function, or None
-    per: str = "completion"  # or token: what an advantage has a number of
+    per: str = "completion"  # or token: what an advantage has one number for
     least: int = 1  # how many scored completions an advantage needs in a group
     uses_old: bool = False  # whether it takes old_logprobs
 
 
 @cache
 def chosen(flag: str, spec: str) -> Chosen:
-    """Loads what --loss or --advantage names. The result is cached. SettingsError: the file cannot
-    be loaded, has no such function, or the function takes other arguments than TAKES."""
+    """Loads the function of --loss or --advantage. The result is cached. SettingsError: the file
+    cannot be loaded, has no such function, or the function's arguments are not those of TAKES."""
     if spec in NAMES[flag]:
         return Chosen(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
     path, name = find(flag, spec)
@@ -163,10 +162,10 @@ def chosen(flag: str, spec: str) -> Chosen:
 
 
 def checked_loss(function, spec: str):
-    """Wraps a loss of a file. The wrapped loss gives it tensors of its own, and raises a
-    SettingsError if it does not return a loss for each token, (n,), and a dict of metrics."""
+    """Wraps a loss from a file. The wrapper passes copies of the tensors, and raises a
+    SettingsError if the loss does not return a loss for each token, (n,), and a dict of metrics."""
     def own(value):
-        """Returns a copy of a tensor, into which the function may write."""
+        """Returns a copy of a tensor, which the function may overwrite."""
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     @wraps(function)
@@ -181,8 +180,8 @@ def checked_loss(function, spec: str):
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
-    """Returns the file of FILE.py:NAME, and the name in it. SettingsError: there is no such
-    file."""
+    """Returns the file of FILE.py:NAME, and the name in it. SettingsError: there is no such file.
+    """
     file, _, name = spec.rpartition(":")
     if file.endswith(".py") and (path := find_file(file)):
         return path.resolve(), name
@@ -225,38 +224,38 @@ PartArgs = part.flags()
 
 @dataclass
 class RunArgs(Flags):
-    """The run's folder, checkpoints, and what is shown."""
+    """The run's folder, checkpoints and output."""
     resume: bool = True
     """--no-resume: refuse if runs/NAME exists."""
     save_every: int | None = None
-    """Steps between checkpoints, and one after the last step. Not given: a tenth of --steps. 0:
-    only after SIGTERM."""
+    """Steps between checkpoints; one more after the last step. None: a tenth of --steps. 0: only
+    after SIGTERM."""
     keep: Count = 2
-    """Checkpoints to keep, the newest."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Keep that of the best evaluation too, the earliest of several. The best of many noisy numbers
-    is too good: evaluate it on other rows."""
+    """Also keep the checkpoint of the best evaluation (the earliest if tied). The best of many
+    noisy numbers is biased upwards: evaluate it on other rows."""
     stop_at: Annotated[float, Range(0, 1, above=True)] | None = None
-    """End after an evaluation whose pass@1 is at least this, as after the last step."""
+    """End the run after an evaluation with at least this pass@1, as after the last step."""
     samples_every: Count = 10
-    """Steps between printing a few completions and keeping all in samples/."""
+    """Steps between printing a few completions and saving all of them in samples/."""
     wandb: str | None = None
-    """A Weights & Biases project, such as samestep. Without a key: offline."""
+    """A Weights & Biases project, such as samestep. Offline without a key."""
     target_reward: tuple[Number, Number] | None = None
-    """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
-    that of the last 10 at least the second."""
+    """Exit with status 1 unless the mean reward of the first 3 steps is at most the first number,
+    and that of the last 10 at least the second."""
     target_eval: tuple[Number, Number] | None = None
-    """The same of pass@1 before the first step and after the last."""
+    """The same for pass@1 before the first step and after the last."""
     export: bool = True
-    """Write the trained model to runs/NAME/model. tools/export.py: that of a checkpoint."""
+    """Write the trained model to runs/NAME/model. For a checkpoint: tools/export.py."""
     timeout: Annotated[float, Range(1, 1e6)] = 600.0
-    """Seconds that one rank waits for another."""
+    """Seconds that a rank waits for another."""
     max_gap: Positive | None = None
-    """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
-    1e-3; in bfloat16 2 times what rounding does to this model, 0.005 to 0.15."""
+    """Largest allowed difference between log-probs of transformers, trainer and engine, in nats per
+    token. None: 1e-3; in bfloat16 twice this model's rounding error, 0.005 to 0.15."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if self.target_reward and plan.args.steps < 13:
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
@@ -273,40 +272,41 @@ class RunArgs(Flags):
 class CommonArgs(Flags):
     """Flags that several files read. The usual ones come first."""
     model: str = "tiny"
-    """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
+    """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (from tiny.py)."""
     data: str = "tiny"
-    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny; or
-    your own function FILE.py:NAME, which gets --seed and returns or yields rows, as dicts."""
+    """A .jsonl, .json, .parquet or .csv file, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK,
+    tiny, or your own function FILE.py:NAME, which takes --seed and returns or yields rows (dicts).
+    """
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: Count = 64
-    """P: prompts per step, all ranks together. Any number works on any number of ranks."""
+    """P: prompts per step, over all ranks. Any number works on any number of ranks."""
     group: Count = 8
     """G: completions per prompt."""
     max_tokens: Count = 256
-    """Tokens of the longest completion. One that reaches it is cut, and counted as truncated."""
+    """Maximum tokens per completion. One that reaches it counts as truncated."""
     temperature: Annotated[float, Range(0.01, 2)] = 1.0  # vLLM's own limits
-    """Of sampling, and of the trainer's logprobs."""
+    """Temperature of sampling, and of the trainer's log-probs."""
     steps: Count = 60
-    """Rollouts, each with its update."""
+    """Number of rollouts, each with its update."""
     lr: Positive | None = None
-    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6. The
+    """Peak learning rate. None: 3e-4 for a model below ten million parameters, else 1e-6. The
     plan prints it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Of the data's order, and of each completion's random stream."""
+    """Seed of the data order and of each completion's random stream."""
     name: str | None = None
-    """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
+    """The run is runs/NAME; an unfinished one is resumed. None: a name from the time."""
     eval_data: str | None = None
-    """Rows to evaluate on, in the forms of --data: before the first step and after the last."""
+    """Rows to evaluate on before the first step and after the last, in the formats of --data."""
     minibatches: Count = 1
     """Optimizer steps per pass over the batch."""
     epochs: Count = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
-    """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
-    changes the maths."""
+    """Tokens per forward and backward pass, per rank, counting shared prompts once. Sets the
+    memory, never changes the maths."""
     score_tokens: int = 32768
-    """The same without gradient: old and reference logprobs."""
+    """The same without gradient: old and reference log-probs."""
 
     data_args: DataArgs = field(default_factory=DataArgs)
     engine_args: EngineArgs = field(default_factory=EngineArgs)
@@ -328,8 +328,8 @@ class CommonArgs(Flags):
     usual_lr: ClassVar[float] = 1e-6  # the default --lr of a model that is not small
 
     def choose_rates(self, parameters: int, factor: float = 1) -> None:
-        """Sets --lr and --critic_lr where they are not given: `factor` times the usual rates for a
-        model with so many parameters."""
+        """Sets --lr and --critic_lr if not given: `factor` times the usual rates for a model with
+        this many parameters."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
         self.lr = self.lr or factor * lr
         if self.critic_args:
@@ -337,15 +337,15 @@ class CommonArgs(Flags):
 
     def find_reference(self, files, weights: bool):
         """Returns `files`, an inputs.ModelFiles, with the files of the reference model. Here the
-        reference is the model itself, so nothing changes; a script may have another one. weights:
-        fetch them too."""
+        reference is the model itself, so nothing changes; a script may have another. weights: also
+        fetch them."""
         return files
 
     def load_rows(self, flag: str, seed: int, files, notes: list[str],
                   make=make_row) -> list[Row]:
-        """Reads the rows of --data or --eval_data: `flag` is its name. Without the flag it returns
-        []. files: inputs.ModelFiles. `notes` gets a sentence that counts the rows. make: what a
-        script has in the place of make_row."""
+        """Reads the rows of --data or --eval_data (`flag` is its name), or returns [] if it is not
+        set. files: inputs.ModelFiles. notes: gets a sentence with the row counts. make: a script's
+        replacement for make_row."""
         spec = getattr(self, flag)
         if not spec:
             return []
@@ -356,11 +356,11 @@ class CommonArgs(Flags):
         return rows
 
     def formula(self, reference, micro):
-        """Returns the formula that an update gives to Policy.logprobs in the place of log-probs.
-        None, as here, means log-probs."""
+        """Returns the formula that an update passes to Policy.logprobs. None, as here, means
+        log-probs."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         name = "my-run" if self.name is None else self.name
         # runs/tiny-… hold the tiny models.
         if not re.fullmatch(r"(?!tiny-)\w[\w .,=+@-]*", name) or len(name.encode()) > 200:
@@ -389,9 +389,9 @@ OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run do
 
 
 def parse(kind: type, description: str):
-    """Reads the command line → the script's Args. If --name is a run of this script that exists,
-    flags that are not given have the run's values, but for those of OF_A_CALL. A mistake is printed
-    as a sentence and ends the process with status 2; --metrics prints and ends it too."""
+    """Reads the command line → the script's Args. If --name is an existing run of this script,
+    omitted flags keep the run's values, except those of OF_A_CALL. An error is printed as a
+    sentence and exits with status 2; --metrics also prints and exits."""
     open_streams()
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -413,9 +413,9 @@ def parse(kind: type, description: str):
 
 
 def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], object]:
-    """Puts together the values of a list that is given in several places, such as `--reward exact
-    --reward short:0.2` → the words, and the Args of what is not in them. default: None, or those of
-    an earlier run."""
+    """Joins the values of a list flag that is given several times, such as `--reward exact --reward
+    short:0.2` → the words, and the Args with what is not in them. default: None, or the Args of an
+    earlier run."""
     lists = {name: [] for name in lists_of(kind())}
     rest, here = [], None  # here: (words, values) of the list that is being read
     for word in words:
@@ -438,9 +438,9 @@ def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], objec
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """Reads the words again → Args. A flag that is not given gets its value of `kept` (args.json),
-    except those of OF_A_CALL. Keys of `kept` that are no flags today are ignored. SettingsError: a
-    kept value is not one that the flag takes today."""
+    """Reads the words again → Args. An omitted flag gets its value in `kept` (args.json), except
+    those of OF_A_CALL. Keys of `kept` that are no longer flags are ignored. SettingsError: a kept
+    value is no longer valid."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     texts, before = {}, []
@@ -448,7 +448,7 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
         if isinstance(value, bool):
             before.append(f"--{name}" if value else f"--no_{name}")
         elif isinstance(value, list) and any(str(item).startswith("--") for item in value):
-            texts[name] = value  # a text that looks like a flag: --stop=--
+            texts[name] = value  # a string that looks like a flag: --stop=--
         elif isinstance(value, list):
             before += [f"--{name}", *map(str, value)]
         else:
@@ -458,8 +458,8 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
 
 
 def parse_words(kind: type, description: str, words: list[str], default=None):
-    """Reads words of a command line → Args. SettingsError: what tyro says of a wrong word, or what
-    a flag of another system is called here."""
+    """Reads the words of a command line → Args. SettingsError: tyro's message about a wrong word,
+    or the name here of another system's flag."""
     said = io.StringIO()
     words, default = as_one_list(kind, words, default)
     options = {} if default is None else {"default": default}
@@ -478,7 +478,7 @@ def parse_words(kind: type, description: str, words: list[str], default=None):
             mistakes.stop()
         lines = said.getvalue().splitlines()  # in a frame, which some terminals have in ASCII
         inside = " ".join(line.strip("│| ") for line in lines if line.startswith(("│", "|")))
-        # Of a type with alternatives tyro adds what each of them says of the word.
+        # For a type with alternatives, tyro adds each one's message about the word.
         parts = [re.sub(r"\s+Got errors: .*", "", part).strip()
                  for part in re.split("─+|-{5,}", inside)]
         raise SettingsError("\n  ".join(filter(None, parts)) or said.getvalue().strip()) from None

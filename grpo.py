@@ -1,20 +1,20 @@
 """grpo.py: group-relative policy optimization and its family.     https://arxiv.org/abs/2402.03300
 
     python grpo.py                                   one rank, the model of examples/tiny.py
-    torchrun --nproc_per_node 4 grpo.py --batch 8    four ranks; any number makes the same update
-    python grpo.py --plan --ranks 64 --batch 512     what 64 ranks would run, without running it
+    torchrun --nproc_per_node 4 grpo.py --batch 8    four ranks; any number gives the same update
+    python grpo.py --plan --ranks 64 --batch 512     the plan for 64 ranks; nothing is run
 
-One step: the engine samples G completions of each of P prompts. Each completion gets a reward. Its
-advantage is its reward minus the mean reward of its prompt's completions. The policy takes a
-gradient step that makes better completions more likely. There is no critic: the group is the
-baseline. (ppo.py is the same loop with a critic.) The paper's GRPO also divides an advantage by the
-group's std and a loss by the completion's length, and has a KL term: --advantage grpo
---aggregation sequence --kl_loss_coef 0.04. Its process rewards are not here, and its reference
-model is renewed, which ours is not.
+One step: the engine samples G completions for each of P prompts. Each completion gets a reward. Its
+advantage is its reward minus the mean reward of its group, the completions of the same prompt. The
+policy takes a gradient step that makes better completions more likely. There is no critic: the
+group is the baseline. (ppo.py is the same loop with a critic.) GRPO as in the paper also divides
+the advantage by the group's std and the loss by the completion's length, and adds a KL term:
+--advantage grpo --aggregation sequence --kl_loss_coef 0.04. Not implemented: process rewards, and
+periodic updates of the reference model.
 
 Read `train`, then `learn`. The formulas are in losses.py and variants/. Shapes: P prompts, G
-completions of each, N = P·G completions in request order, M sampled tokens of all of them, one
-after another. These are the same on every rank. A micro-batch has n of the tokens.
+completions per prompt, N = P·G completions in request order, and M sampled tokens, concatenated
+over the completions. All are the same on every rank. A micro-batch has n of the M tokens.
 """
 from contextlib import nullcontext
 from copy import deepcopy
@@ -40,49 +40,49 @@ from run import Run, set_up
 
 @dataclass
 class Args(flags.LossArgs, CommonArgs):
-    """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
+    """The flags of grpo.py. Flags shared with ppo.py are in LossArgs and CommonArgs."""
     advantage: str = "dr_grpo"
-    """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
-    reinforce++: R, whitened over the loss's tokens. reinforce++-baseline: R - mean, whitened. Also
-    your own: FILE.py:NAME, as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too."""
+    """dr_grpo: R - group mean. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
+    reinforce++: R, whitened over the tokens in the loss. reinforce++-baseline: R - mean, whitened.
+    Your own: FILE.py:NAME, such as variants/lite_ppo.py:lite_ppo, or maxrl and gdpo there."""
     advantage_eps: float = 1e-6
-    """eps beside a std in --advantage (verl uses 1e-6, TRL 1e-4)."""
+    """eps added to the std in --advantage (verl uses 1e-6, TRL 1e-4)."""
     loss: str = "clip"
-    """clip: PPO's. gspo: one ratio for a whole completion; needs bounds near 3e-4. cispo: a
-    clipped ratio without gradient, times log π. reinforce: no ratio; one update per rollout. Others
-    and your own: FILE.py:NAME, as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric."""
+    """clip: PPO's. gspo: one ratio per completion; needs bounds near 3e-4. cispo: a clipped ratio
+    without gradient, times log π. reinforce: no ratio; one update per rollout. Your own:
+    FILE.py:NAME, such as variants/sapo.py:sapo, or gmpo, dppo, ipo, opsm and geometric there."""
     kl_loss_coef: float = 0.0
-    """β of a KL term in the loss, to the starting model. 0: no KL term."""
+    """β of a KL term in the loss, relative to the starting model. 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
-    """The gradient that each has in expectation: k1: 0. k2: that of KL(π‖ref). k3, GRPO's: that of
-    KL(ref‖π). k3_ratio, k3 times π/π_old: that of KL(π‖ref), also off-policy."""
+    """Expected gradients: k1: 0. k2: that of KL(π‖ref). k3 (GRPO): that of KL(ref‖π). k3_ratio
+    (k3 times π/π_old): that of KL(π‖ref), even off-policy."""
     overlong_filter: bool = False
-    """Truncated completions are not in the loss. They still count in the mean of their group."""
+    """Exclude truncated completions from the loss. They still count in their group's mean."""
     dynamic_sampling: bool = False
-    """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
+    """DAPO: train only on groups whose rewards differ, and sample more prompts to replace the rest.
+    """
     refills: int = 3
-    """At most this many extra rollouts in one step with --dynamic_sampling."""
+    """Maximum number of extra rollouts per step with --dynamic_sampling."""
     script: ClassVar[str] = "grpo.py"
 
     @property
     def advantage_uses_old(self) -> bool:
-        """Whether an advantage depends on log-probs from before the update."""
+        """Whether the advantage depends on log-probs from before the update."""
         return self.kl_reward_coef > 0 or flags.chosen("advantage", self.advantage).uses_old
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether log π_old needs a forward pass of its own, because several updates learn from one
-        rollout or the advantage depends on it. Otherwise the update's own log-probs are log π_old.
-        """
+        """Whether log π_old needs its own forward pass, because several updates use one rollout or
+        the advantage depends on it. Otherwise the update's own log-probs are log π_old."""
         return self.minibatches * self.epochs > 1 or self.advantage_uses_old
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the starting model is loaded too, for a KL term."""
+        """Whether the starting model is also loaded, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if self.group == 1 and self.dynamic_sampling:
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")
@@ -100,19 +100,19 @@ def train(args: Args) -> int:
     run = set_up(args)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
-        if step in run.evaluations and run.evaluate(step):  # it reaches --stop_at
+        if step in run.evaluations and run.evaluate(step):  # --stop_at is reached
             break
 
         with run.log.time("step"):
-            # The engine has the GPU and the policy's new weights; then the trainer has it back.
+            # The engine takes the GPU and the policy's new weights; then the trainer gets it back.
             with run.engine.generating(run.policy):
-                # 1. Rollout: G completions of each of P prompts.
+                # 1. Rollout: G completions for each of P prompts.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                # 2. Reward: a number for each completion, or None where it cannot be scored.
+                # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run, samples, args.group)
                 kept, refused = samples, {}
-                if args.dynamic_sampling:  # adds to the samples, and trains on some
+                if args.dynamic_sampling:  # sample more, train on some of them
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
@@ -132,17 +132,17 @@ def train(args: Args) -> int:
 
 def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr: float,
           reference: Policy | None = None, phase=nullcontext) -> dict[str, float]:
-    """One step of learning from N samples: --epochs x --minibatches optimizer steps → metrics.
+    """Learns from N samples in --epochs x --minibatches optimizer steps → metrics.
 
-    Metrics and new weights are the same on every rank. The number of ranks and the budgets
-    --update_tokens and --score_tokens change them only by rounding. phase: a function of a name
-    that returns a context, which measures its seconds (Log.time).
+    Metrics and new weights are the same on every rank. Up to rounding, they do not depend on the
+    number of ranks or on the budgets --update_tokens and --score_tokens. phase: a function that
+    takes a name and returns a context manager, which times it (Log.time).
     """
     batch = Batch(samples)
-    loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
+    loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): tokens of each completion
 
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
-    # This is the default; `compute_advantages` has the others, some of them by token. Only those
+    # This is the default; `compute_advantages` has the others, some of them per token. Only those
     # that depend on old log-probs need them here, for all completions.
     old_logprobs = ref_logprobs = None  # (M,)
     if args.advantage_uses_old:
@@ -151,12 +151,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
-    # A completion whose advantages are all 0 has the loss 0, whatever the parameters of the policy
-    # are, so it is in no pass from here on: its `learns` is False. It still counts in the
-    # denominators of the weights below. But a KL or entropy term acts on every token in the loss,
-    # and so may a loss of --loss FILE.py:NAME. A term that you add belongs here too.
+    # If all advantages of a completion are 0, its loss is 0 for any weights of the policy, so from
+    # here on it is skipped: its `learns` is False. It still counts in the denominators of the
+    # weights below. But a KL or entropy term acts on every token in the loss, and so may a loss
+    # from --loss FILE.py:NAME. If you add such a term, include it here.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
+    total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each one's tokens
     learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
         with phase("score"):
@@ -164,26 +164,25 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 args, world, batch, policy, reference, learns)
 
     # Update:   L = sum_it weight_it * loss_it
-    #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
+    #   weight_it = 1 / tokens of the global minibatch; --aggregation has others
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
-    # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
-    # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
+    # These weights are computed before `micros` splits the rows over ranks. FSDP is set to sum
+    # gradients over ranks (its default is the mean), so no correction factor is needed.
     meter = Meter(world)
-    policy_loss = flags.chosen("loss", args.loss).function  # of losses.py or of a file
-    prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
+    policy_loss = flags.chosen("loss", args.loss).function  # from losses.py or a file
+    prompts = torch.arange(len(samples)) // args.group  # (N,): each one's prompt number
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
-        if not weights.any():  # there is no loss, so there is no optimizer step
+        if not weights.any():  # no loss, so no optimizer step
             meter.skipped += 1
             continue
-        # The total weight of all tokens in the loss is the denominator of the metrics loss/…; that
-        # of the others is the weight of the tokens that are computed.
+        # The metrics loss/… are divided by the weight of all tokens in the loss, other metrics by
+        # the weight of the computed tokens.
         meter.in_loss += float(weights @ loss_tokens.double())
-        # If no row is left, the optimizer still steps, with the gradient 0: its momentum still
-        # moves the weights.
+        # With no rows left, still step on a zero gradient: momentum moves the weights.
         rows = [r for r in rows if learns[r]]
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
@@ -196,7 +195,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
                                             **args.bounds)
-                if args.engine_correction != "none":  # of the policy loss; KL and entropy stay
+                if args.engine_correction != "none":  # only of the policy loss, not KL or entropy
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
@@ -215,13 +214,13 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
 
 def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, reference, among=None):
-    """Computes log-probs of the sampled tokens from before the update: those of the policy and of
-    the reference model, (M,) each in nats, or None where nothing needs them.
+    """Returns log-probs of the sampled tokens before the update, from the policy and from the
+    reference model: (M,) each, in nats, or None if not needed.
 
-    With one update per rollout, unless the advantage needs them, the update computes log π_old
-    itself, and the ratio is exactly 1.
-    among (N,) bool: which completions are computed; the tokens of the others have NaN. All ranks
-    must call it (a collective).
+    With one update per rollout, the update computes log π_old itself (unless the advantage needs
+    it), and the ratio is exactly 1.
+    among (N,) bool: the completions to compute; tokens of the others are NaN. All ranks must call
+    it (a collective).
     """
     def score(model, name: str):
         return batch.score(world, args.score_tokens, name, lambda micro: model.logprobs(
@@ -233,9 +232,9 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…:
-    the sizes of the batch, and for how many completions there are none, by the reason."""
+    batch sizes, and how many completions were dropped, by reason."""
     scored = batch.scored  # (N,) bool
-    least = flags.chosen("advantage", args.advantage).least  # scored ones that a group must have
+    least = flags.chosen("advantage", args.advantage).least  # scored completions a group must have
     has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & has_baseline & ~cut  # (N,)
@@ -252,8 +251,8 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """Returns the advantage of each token, (M,). By default it is R - mean of the group for all
-    tokens of a completion."""
+    """Returns the advantage of each token, (M,): by default, R - group mean for all tokens of a
+    completion."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
@@ -278,9 +277,9 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
 
 
 def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs):
-    """Calls the function of --advantage FILE.py:NAME, whose arguments variants/__init__.py
-    describes, and returns the advantages, (M,). SettingsError: it returns no finite number for each
-    completion, or for each token if its file says so."""
+    """Calls the function of --advantage FILE.py:NAME and returns the advantages, (M,).
+    variants/__init__.py describes its arguments. SettingsError: it does not return a finite number
+    per completion, or per token if the file sets PER."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
     chosen = flags.chosen("advantage", args.advantage)
@@ -299,11 +298,10 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:
-    """DAPO's dynamic sampling → the samples to train on, and the metrics that count those that are
-    not, by reason.
+    """DAPO's dynamic sampling → the samples to train on, and counts of the others, by reason.
 
-    It keeps the groups whose rewards differ. While they are fewer than --batch, it adds a rollout
-    of new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, 3.2
+    Keeps the groups whose rewards differ. While there are fewer than --batch, adds a rollout of new
+    prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, section 3.2
     """
     kept, looked_at = [], 0
     for more in range(args.refills + 1):

@@ -1,4 +1,4 @@
-"""inputs.py: what a run works with, found before weights load: model, tokenizer, rows.
+"""inputs.py: a run's inputs, found before weights load: model, tokenizer, rows.
 
 Mistakes are found here, in seconds: all flags are checked, every row of the data is read with the
 chat template, the rewards are loaded, and the memory is planned. `read_inputs` does this for a run

@@ -1,4 +1,4 @@
-"""log.py: what a person sees and keeps of a run: lines, metrics, samples, the grade.
+"""log.py: a run's output: lines, metrics, samples, the grade.
 
 Rank 0 writes. What only decorates a run (W&B, samples, the curve) never ends it.
 

@@ -1,32 +1,30 @@
-"""losses.py: advantages, GAE, losses, KL: formulas of tensors. Others are in variants/.
+"""losses.py: advantages, GAE, losses, KL: formulas on tensors. Others are in variants/.
 
 Shapes: the global batch has P prompts with G completions each (`group`), N = P·G completions in
-request order, and M sampled tokens. A vector with one number for each completion is (N,). A vector
-with one number for each sampled token is (M,) in the batch and (n,) in a micro-batch, one
-completion after another, without padding. `row` (n,) has the number of each token's completion:
-lengths [2, 3] give row [0, 0, 1, 1, 1]. `n_rows` is the number of completions. `lengths` (N,) are
-the numbers of sampled tokens of the completions.
+request order, and M sampled tokens. A vector with one number per completion is (N,). A vector with
+one number per sampled token is (M,) in the batch and (n,) in a micro-batch, concatenated over
+completions, without padding. `row` (n,) has the number of each token's completion: lengths [2, 3]
+give row [0, 0, 1, 1, 1]. `n_rows` is the number of completions. `lengths` (N,) are their numbers of
+sampled tokens.
 
 Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weights` is computed
-over the global minibatch before any split, so the losses and gradients of ranks and micro-batches
-add up. Rewards, advantages, returns and weights are float64.
+over the global minibatch before any split, so losses and gradients add up over ranks and
+micro-batches. Rewards, advantages, returns and weights are float64.
 
 Symbols: i is a completion, t one of its tokens, r_t = exp(logp_t - old_t) = pi / pi_old, A =
 advantage, sg = stop gradient, |o| = number of sampled tokens.
 
-The sections follow the path of a step: rewards, advantages of completions, rewards and advantages
-of tokens, policy losses, the losses of critic and reference, the correction of the engine, and the
-weights of tokens.
+The sections follow a step: rewards and advantages of completions, rewards and advantages of tokens,
+policy losses, critic and reference losses, the engine correction, and the token weights.
 """
 import torch
 
 
 def row_sum(x, row, n_rows):
     """Returns for each token the sum of x over all tokens of its completion: (n,) -> (n,). n_rows,
-    the number of completions, is an argument, because reading it from `row` would wait for a GPU.
+    the number of completions, is an argument, because reading it from `row` would sync with a GPU.
     """
-    # index_select, not sums[row]: on a CPU the gradient of the latter depends on the number of
-    # threads.
+    # Not sums[row], whose gradient on a CPU depends on the number of threads.
     return x.new_zeros(n_rows).index_add(0, row, x).index_select(0, row)
 
 
@@ -43,7 +41,7 @@ def overlong_penalty(lengths, max_tokens, buffer):
 
         ((Lmax - Lc) - L) / Lc, between -1 and 0        Lmax = max_tokens, Lc = buffer
 
-    lengths (N,): here they include the tokens that an environment put between two turns, because
+    lengths (N,): here including tokens that an environment inserted between turns, because
     max_tokens counts these too.
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
@@ -58,20 +56,20 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #
 # rloo is unbiased. In R - mean, R_i is part of the mean, so R - mean is (G - 1) / G of rloo.
 # Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std, and
-# its advantage is 0. All advantages of a group are 0, before any whitening, if fewer than two of
-# its completions are scored, or if the rewards are equal.
+# its advantage is 0. If fewer than two completions of a group are scored, or their rewards are
+# equal, all its advantages are 0 (before any whitening).
 
 def equal(x, y):
     """Returns whether rewards are equal up to rounding; x and y are numbers or tensors. .1 + .2 is
-    not .3: a sum is wrong by about 1e-16 of its largest part. That part may be far larger than the
-    sum, so the limit is 1e-9 of the numbers, and 1e-9 itself near 0.
+    not .3: a sum is off by about 1e-16 of its largest term. That term may be far larger than the
+    sum, so the tolerance is 1e-9, relative and absolute.
     """
     return abs(x - y) <= 1e-9 * (1 + abs(x) + abs(y))
 
 
 def _groups(rewards, group, scored):
     """Reshapes the rewards and scored (N,) by prompt. Returns the rewards (P, G), 0 where unscored;
-    scored (P, G); and whether the scored rewards of each prompt are equal, (P, 1), which is True if
+    scored (P, G); and whether the scored rewards of each prompt are equal, (P, 1). This is True if
     none is scored: then the highest is -inf, the lowest inf, and `equal` holds.
     """
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
@@ -82,7 +80,7 @@ def _groups(rewards, group, scored):
 
 def keep_groups(rewards, group, scored):
     """Returns for each prompt whether the rewards of its scored completions differ: (N,) -> (P,)
-    bool. rewards: those before any penalty.
+    bool. rewards: before any penalty.
 
     DAPO's dynamic sampling: https://arxiv.org/abs/2503.14476, section 3.2
     """
@@ -93,8 +91,8 @@ def group_advantages(rewards, group, *, kind, eps, scored):
     """Returns the advantage of each completion relative to its group, (N,). The comment above
     `equal` has the formula of each `kind`.
 
-    rewards (N,), scored (N,) bool. kind: grpo, dr_grpo, rloo or reinforce++-baseline; it raises a
-    ValueError for any other. eps: added to the std of grpo.
+    rewards (N,), scored (N,) bool. kind: grpo, dr_grpo, rloo or reinforce++-baseline; any other
+    raises a ValueError. eps: added to the std of grpo.
     """
     R, S, all_equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
     n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)  # over the scored completions
@@ -111,7 +109,7 @@ def group_advantages(rewards, group, *, kind, eps, scored):
 
 
 def batch_std(rewards, scored):
-    """Returns the standard deviation of the scored rewards of the global batch, ddof 1. It is for
+    """Returns the standard deviation of the scored rewards of the global batch, ddof 1, for
     functions of --advantage FILE.py:NAME.
     """
     x = rewards[scored]
@@ -131,7 +129,7 @@ def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
     penalty. The policy gradient of this reward lowers KL(pi || ref) of whole completions.
     """
     rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-    last = lengths.cumsum(0) - 1  # (N,); of a completion without tokens it means nothing
+    last = lengths.cumsum(0) - 1  # (N,); meaningless for a completion without tokens
     rewards[last[lengths > 0]] = scores[lengths > 0].double()
     if ref_logprobs is not None:
         rewards = rewards - kl_coef * (logprobs.double() - ref_logprobs.double())
@@ -145,20 +143,20 @@ def gae(rewards, values, lengths, *, gamma, lam):
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
     rewards, values: (M,). lengths: (N,). values[t] is V of the prompt and the tokens before t. A
-    token that an environment put between two turns is in none of these vectors: it was not sampled,
-    so it is no step.
+    token that an environment inserted between turns is in none of these vectors: it was not
+    sampled, so it is not a step.
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
-    # The loop goes back from the last tokens, for all completions at once. The longest completion
-    # comes first, so those that still have a token are always the first ones. Lengths [2, 3] give
-    # the tokens [4, 1], then [3, 0], then [2].
+    # The loop goes backward from the last tokens, for all completions at once. The longest
+    # completion comes first, so those that still have a token are always first. Lengths [2, 3] give
+    # tokens [4, 1], then [3, 0], then [2].
     longest = lengths.argsort(descending=True)
     lengths, last = lengths[longest], (lengths.cumsum(0) - 1)[longest]  # index of the last token
     next_value = next_advantage = rewards.new_zeros(len(lengths))
     for back in range(max(lengths.tolist(), default=0)):
         left = int((lengths > back).sum())  # completions that still have a token
-        t = last[:left] - back  # a token of each
+        t = last[:left] - back  # one token of each
         delta = rewards[t] + gamma * next_value[:left] - values[t]
         next_value, next_advantage = values[t], delta + gamma * lam * next_advantage[:left]
         advantages[t] = next_advantage
@@ -166,14 +164,14 @@ def gae(rewards, values, lengths, *, gamma, lam):
 
 
 def rewards_to_go(rewards, lengths):
-    """Returns the advantages (M,) of REINFORCE++ before they are whitened: A_t = sum_{u>=t} R_u
-    over the completion's tokens.
+    """Returns the advantages (M,) of REINFORCE++ before whitening: A_t = sum_{u>=t} R_u over the
+    completion's tokens.
     """
     return gae(rewards, torch.zeros_like(rewards), lengths, gamma=1.0, lam=1.0)[0]
 
 
 def whiten(values, among):
-    """Whitens the values (M,) that `among` (M,) bool selects in the global batch: (x - mean) /
+    """Whitens the values (M,) of the global batch selected by `among` (M,) bool: (x - mean) /
     sqrt(var + 1e-8), ddof 1. The result is 0 elsewhere, and exactly 0 if the selected values are
     `equal`.
     """
@@ -186,12 +184,12 @@ def whiten(values, among):
 
 # ---- policy losses
 #
-# Each is called with logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs
-# (n,), clip_low, clip_high, dual_clip, and draws: a function that returns a random number for each
-# token, for a loss that needs one. It returns token_loss (n,), metrics. The parameters of a loss
-# name what it uses, and **others takes the rest. row and n_rows are for a loss of a whole
-# completion. With one update per rollout r = 1, and the gradient is REINFORCE's.
-# The metrics, (n,) each, are averaged with the weights of the loss:
+# Each is called with logp (n,), which has a gradient, old, A, row (n,), and the keyword arguments
+# n_rows, engine_logprobs (n,), clip_low, clip_high, dual_clip, and draws: a function that returns a
+# random number for each token, for a loss that needs one. It returns token_loss (n,), metrics. A
+# loss names the parameters it uses; **others takes the rest. row and n_rows are for a loss over
+# whole completions. With one update per rollout r = 1, and the gradient is REINFORCE's.
+# The metrics, (n,) each, are averaged with the loss weights:
 #
 #   ratio        r_t, or GSPO's s
 #   clip_frac    1 where a bound acts
@@ -217,11 +215,11 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     """
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
     # sg[min(r, e^80)] * exp(log_r - sg[log_r]): the second factor is 1, and only it has a gradient.
-    # Where A < 0 and there is no dual_clip, nothing bounds r from above. A clamp alone would give
-    # such a token the gradient 0, and hide it. Here its gradient is about exp(80), whose square is
-    # inf in the norm in float32, so the optimizer step is skipped.
+    # If A < 0 and there is no dual_clip, nothing bounds r from above. A mere clamp would give such
+    # a token a zero gradient and hide it. Here its gradient is about exp(80), whose square is inf
+    # in the norm in float32, so the optimizer step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
-    # The min: where A < 0, r is at least 1 - low (and at most c); else it is at most 1 + high.
+    # The min: if A < 0, r is at least 1 - low (and at most c); else it is at most 1 + high.
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
     return -bounded * A, ratio_metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
 
@@ -235,23 +233,23 @@ def clip_loss(logp, old, A, row, **bounds):
 
 
 def gspo_loss(logp, old, A, row, *, n_rows, **bounds):
-    """Returns the loss of GSPO-token and its metrics. There is one ratio for each sequence, the
-    geometric mean of the ratios of its tokens.
+    """Returns the loss of GSPO-token and its metrics. Each sequence has one ratio, the geometric
+    mean of its tokens' ratios.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
         s_t = sg[s] * exp(logp_t - sg[logp_t])    (equal to s in value)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
     The paper clips at 3e-4 and 4e-4, with --aggregation sequence. With --aggregation token, a
-    completion counts in proportion to its length.
+    completion's weight is proportional to its length.
     """
     log_s = row_mean(logp - old, row, n_rows).detach()
     return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
 
 
 def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
-    """Returns the loss of CISPO and its metrics. It is REINFORCE with a clipped importance weight,
-    so no token loses its gradient.
+    """Returns the loss of CISPO and its metrics: REINFORCE with a clipped importance weight, so no
+    token loses its gradient.
 
         -sg[clip(r_t, 1 - low, 1 + high)] * A_t * logp_t    https://arxiv.org/abs/2506.13585
 
@@ -263,9 +261,8 @@ def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
 
 
 def reinforce_loss(logp, old, A, row, **others):
-    """Returns the loss of REINFORCE for each token, -A_t * logp_t, and its metrics, for which alone
-    `old` is needed. No ratio corrects a second update with the same completions.
-    https://doi.org/10.1007/BF00992696
+    """Returns the loss of REINFORCE, -A_t * logp_t, and its metrics; only these need `old`. No
+    ratio corrects a second update on the same completions. https://doi.org/10.1007/BF00992696
     """
     ratio = (logp - old).exp()
     return -A * logp, ratio_metrics(logp - old, ratio, torch.zeros_like(ratio))
@@ -292,7 +289,7 @@ def value_loss(V, V_old, returns, *, clip):
     V, V_old, returns (n,): the values with gradient, those before the update, and the returns.
     clip: None for no bound.
     """
-    # V_old + (V - V_old).clamp(-clip, clip) would round where V is within the bounds.
+    # V_old + (V - V_old).clamp(-clip, clip) would round V within the bounds.
     V_clip = V if clip is None else V.clamp(V_old - clip, V_old + clip)
     error, clipped_error = (V - returns).square(), (V_clip - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).to(error.dtype)
@@ -309,12 +306,12 @@ def kl_estimate(logp, ref, *, kind, old=None):
     logp, ref, old: log-probs. kind: one of these names; only k3_ratio needs `old`.
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order. As
-    a loss of one token, with the tokens before it held fixed, the expected gradient is
+    the loss of a token, with the tokens before it held fixed, the expected gradient is
         k1              0
         k2, k3_ratio    that of KL(pi || ref)
         k3 (GRPO's)     that of KL(ref || pi)
-    But a token also changes which tokens come later. k1 in the reward (`token_rewards`) counts
-    this: its policy gradient is that of the KL of whole completions.
+    But a token also affects which tokens come later. k1 in the reward (`token_rewards`) accounts
+    for this: its policy gradient is that of the KL of whole completions.
     """
     d = logp - ref
     if kind == "k3_ratio":  # r * k3 = r exp(-d) + r (d - 1), and r exp(-d) = exp(ref - old)
@@ -327,29 +324,28 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
 
-    n / horizon is that of OpenAI's code; the paper has the constant 0.1 in its place. The min keeps
-    the result positive.
-    OpenAI's target, 6, is per sequence; verl's 0.1 is per token.
+    n / horizon is from OpenAI's code; the paper has the constant 0.1 instead. The min keeps the
+    result positive. OpenAI's target, 6, is per sequence; verl's 0.1 is per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 
 
-# ---- correction of the engine
+# ---- engine correction
 
 
 def engine_correction(old, engine, row, *, n_rows, kind, low, high):
     """Returns factors (n,), without gradient, that correct the loss for sampling with the engine
     instead of the trainer, and their metrics.
 
-        w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, from before the update
+        w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, before the update
         truncate    min(w_t, high)      TIS, high 2: https://fengyao.notion.site/off-policy-rl
-        mask        w_t where it is in [low, high], else 0
+        mask        w_t if it is in [low, high], else 0
                     IcePop, .5 and 5: https://arxiv.org/abs/2510.18855
         sequence_truncate, sequence_mask    the same for the product of a completion's w_t
         sequence_mean   min(their geometric mean, high); its noise does not grow with the length
                     https://github.com/NVIDIA-NeMo/RL/pull/2269
 
-    old, engine: logprobs (n,) of the trainer before the update and of the engine. kind: one of
+    old, engine: log-probs (n,) of the trainer before the update, and of the engine. kind: one of
     these names. low, high: the bounds.
     """
     log_ratio = old.detach() - engine
@@ -371,14 +367,14 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
 #   constant    1 / (max_tokens * sequences)          Dr. GRPO
 #   prompt      1 / (its prompt's tokens * prompts)   DAPO's equation; ScaleRL, arXiv:2510.13786
 #
-# A completion that is not in the loss is in no denominator. One with advantage 0 is in them.
+# A completion not in the loss is in no denominator. One with advantage 0 is in them.
 
 
 def token_weights(loss_tokens, aggregation, *, max_tokens, prompts=None):
     """Returns the weight of each token of a completion, (B,) float64, for the B completions of a
-    global minibatch. It is 0 for a completion that is not in the loss. loss_tokens (B,): how
-    many tokens of each completion are in the loss. prompts (B,): the number of each completion's
-    prompt; None: each completion has its own.
+    global minibatch; 0 for a completion not in the loss. loss_tokens (B,): the number of tokens of
+    each completion in the loss. prompts (B,): the number of each completion's prompt; None: each
+    completion has its own.
     """
     lengths = loss_tokens.double()
     n = (lengths > 0).sum().double()

@@ -1,4 +1,4 @@
-"""messages.py: what is stored of a row → the messages of a chat, and the right answer.
+"""messages.py: a stored row → the messages of a chat, and the right answer.
 
 A chat has OpenAI's form (`FORM`), or ShareGPT's; a plain text is one message of the user. Nothing
 here knows a tokenizer. What cannot be read is a ValueError that names the message and the key.

@@ -1,4 +1,4 @@
-"""metrics.py: what each metric of a run is, in words and formulas.
+"""metrics.py: the definition of each metric, in words and formulas.
 
 `python grpo.py --metrics` prints this file's table and those of the parts. No other file has a
 definition of a metric.

@@ -2,11 +2,11 @@
 
 Top to bottom: `token_logprobs` computes the log-probs of sampled tokens from hidden states. `build`
 makes a LogprobModel or a ValueModel (the critic's), shards it over the ranks and loads its weights.
-Trained adds the optimizer; Policy and Critic are what a loop calls. Last come the learning rate and
-`kinds`, which lets parts extend these classes.
+Trained adds the optimizer; a loop calls Policy and Critic. Last come the learning rate and `kinds`,
+which lets parts extend these classes.
 
-Shapes: a packed input (batch.py) has S tokens and hidden states of H numbers; V is the vocabulary;
-n is the number of sampled tokens in a micro-batch.
+Shapes: a packed input (batch.py) has S tokens with hidden states of size H; V is the vocabulary
+size; n is the number of sampled tokens in a micro-batch.
 """
 import math
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
     temperature).
 
     hidden (n, H) with head(hidden) (n, V) and targets (n,) → log-probs (n,), entropies (n,). The
-    entropy takes another pass over all logits, so without `entropy` zeros stand in its place. At
-    most `chunk` tokens have logits at once (`in_chunks`).
+    entropy takes another pass over all logits, so without `entropy` it is zero. At most `chunk`
+    tokens have logits at once (`in_chunks`).
     """
     def some(hidden, targets):
         """Computes the same for some of the tokens."""
         logits = head(hidden)
         formula = compiled() if logits.is_cuda else of_logits
-        # A copy: the place of a view in its storage would be part of the compiled graph.
+        # A copy: a view's storage offset would be part of the compiled graph.
         return formula(logits, targets.clone(), temperature, entropy)
 
     return in_chunks(some, chunk, hidden, targets)
@@ -55,7 +55,7 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
 def in_chunks(function, chunk: int, *tensors):
     """Applies `function` to tensors (n, …), at most `chunk` rows at once → a tuple of (n,).
 
-    With more than one chunk the backward pass computes the logits again, so memory is a few times
+    With more than one chunk, the backward pass recomputes the logits, so memory is a few times
     chunk × V numbers instead of n × V.
     """
     if len(tensors[0]) <= chunk:
@@ -71,7 +71,7 @@ def of_logits(logits, targets, temperature: float, entropy: bool):
     if temperature != 1:  # a division is another pass over all logits
         logits = logits / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
-    # Both are squeezed before the difference: FSDP's hooks cannot take an output that is a view.
+    # Squeeze both before subtracting: FSDP's hooks do not accept a view as an output.
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,)
     if not entropy:
         return logp, torch.zeros_like(logp)
@@ -81,36 +81,36 @@ def of_logits(logits, targets, temperature: float, entropy: bool):
 
 @cache
 def compiled():
-    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1,
-    because a chunk that is computed again in the backward pass must use the graph of its forward
-    pass: another one may save other tensors. With 0 and 1, with and without gradient, there are 6
-    graphs; at 9 torch would stop compiling."""
+    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1:
+    a chunk recomputed in the backward pass must use the graph of its forward pass, because another
+    one may save different tensors. With n = 0 and 1, with and without gradient, there are 6 graphs;
+    at 9 torch would stop compiling."""
     return torch.compile(of_logits, dynamic=True)
 
 
 # ---- a model ----
 
-HEAD_LOGITS = 2**27  # logits of one chunk where --head_chunk is 0: 512 MiB in float32
+HEAD_LOGITS = 2**27  # logits per chunk if --head_chunk is 0: 512 MiB in float32
 
 
 @dataclass
 class ModelArgs(Flags):
-    """Weights and memory. None of these changes numbers, but for rounding."""
+    """Weights and memory. These change results only by rounding."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
+    """Compute dtype (auto: bfloat16 on GPU). Master weights are at least float32."""
     checkpointing: bool = False
     """Activation checkpointing: a third slower, less memory."""
     offload: tuple[Literal["params", "optimizer", "reference"], ...] = ()
-    """What moves to the host. params, optimizer: while the engine generates. reference: always."""
+    """Offload to the host. params, optimizer: while the engine generates. reference: always."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer stay on the host: slow, least memory."""
+    """Keep parameters, gradients and optimizer on the host: slow, least memory."""
     shard_size: int = 0
     """Ranks that share a copy of the weights (hybrid sharding). 0: all."""
     head_chunk: int = 0
-    """Tokens whose logits are held at once. 0: 512 MiB of float32 logits."""
+    """Tokens whose logits are in memory at once. 0: 512 MiB of float32 logits."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if self.shard_size and plan.ranks % self.shard_size:
             works = max(k for k in range(1, self.shard_size + 1) if plan.ranks % k == 0)
             yield (f"--shard_size must divide the {plan.ranks:,} ranks (got {self.shard_size}). "
@@ -125,22 +125,22 @@ class OptimizerArgs(Flags):
     weight_decay: float = 0.0
     """AdamW's weight decay, on every parameter."""
     max_grad_norm: float = 1.0
-    """The gradient is scaled down to this norm. 0: never."""
+    """Clip the gradient norm to this value. 0: no clipping."""
     warmup_steps: int = 0
     """Steps of linear warm-up to --lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up, until --steps."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if max(self.betas) >= 1:
             yield f"--betas must be below 1 (got {self.betas}). Usual: --betas 0.9 0.999."
 
 
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
-    """Returns the model of a folder without weights, on the device "meta". Its attention takes
-    packed inputs (batch.attention). SettingsError: this model_type is not supported; `flag` is the
-    flag that the message names."""
+    """Returns a folder's model without weights, on the "meta" device. Its attention takes packed
+    inputs (batch.attention). SettingsError: this model_type is not supported; `flag` is the flag
+    named in the message."""
     from transformers import AttentionInterface
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
@@ -149,8 +149,8 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     with as_sentence(unfit):
         lm = family.skeleton(dtype)
         family.stacks(lm)[0].set_attn_implementation("packed")
-    # torch gives the row `padding_idx` no gradient. transformers sets it to config.json's
-    # pad_token_id, which may be the end token. Nothing is padded here, so every row is trained.
+    # torch gives row `padding_idx` no gradient. transformers sets it to config.json's pad_token_id,
+    # which may be the end token. Nothing is padded here, so every row is trained.
     for module in lm.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
@@ -160,17 +160,16 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
-    """Returns the dtype of the computation: --dtype, or with "auto" bfloat16 on a GPU and float32
-    on a CPU."""
+    """Returns the compute dtype: --dtype, or with "auto" bfloat16 on a GPU and float32 on a CPU."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
 def build(kind, folder: str, world: World, args, trained: bool = True):
-    """Returns a sharded LogprobModel or ValueModel with the weights of a folder. All ranks must
-    call it (a collective). kind: its class. args: the script's Args. A model that is not trained
-    has no master weights in float32. SettingsError: the files lack weights, have others, or have
-    values that are not finite."""
+    """Returns a sharded LogprobModel or ValueModel with a folder's weights. All ranks must call it
+    (a collective). kind: its class. args: the script's Args. A model that is not trained has no
+    float32 master weights. SettingsError: the files have missing or unexpected weights, or values
+    that are not finite."""
     own, sizes, dims = args.model_args, (world.size,), None
     compute = compute_dtype(own, world.device)
     master = torch.promote_types(compute, torch.float32) if trained else compute
@@ -182,7 +181,7 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
         sizes, dims = (world.size // own.shard_size, own.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = own.cpu_offload or (not trained and "reference" in own.offload)
-    # What FSDP shards beside the root: the first ModuleList of each module that the family names.
+    # FSDP shards the root and the first ModuleList of each module that the family names.
     layers = [layer for stack in root.family.stacks(lm)
               for layer in next((m for m in stack.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, own.checkpointing, offload)
@@ -190,10 +189,10 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
     for module in lm.modules():  # non-persistent buffers (rotary frequencies) are in no file
         if module._non_persistent_buffers_set:
             for p in module.parameters():
-                p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
+                p._is_hf_initialized = True  # so that _init_weights fills only the buffers
             lm.base_model._init_weights(module)
         # FSDP neither casts buffers nor moves them from the host, where offloaded parameters stay.
-        # Those that are in no file keep their dtype.
+        # Non-persistent ones keep their dtype.
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             dtype = None if name in module._non_persistent_buffers_set else compute
             setattr(module, name, buffer.to(world.device, dtype))
@@ -206,8 +205,8 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
 
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
-    """Shards `root` and its `layers` with FSDP2, in place. The sums of gradients have the dtype
-    `master`; the computation has the dtype `compute`."""
+    """Shards `root` and its `layers` with FSDP2, in place. Gradients are summed in the dtype
+    `master`; the computation runs in the dtype `compute`."""
     options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(compute, master)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -216,27 +215,27 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
             checkpoint_layer(layer, preserve_rng_state=False)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
-    if mesh.size() == 1:  # sum and mean are the same; a factor would copy each gradient
+    if mesh.size() == 1:  # sum and mean are equal; a factor would copy each gradient
         return
-    # The loss is a sum over all ranks, so gradients are too. FSDP's default is the mean of the
-    # ranks. Multiplied by their number again, it would round otherwise than the gradient of 1 rank.
+    # The loss is a sum over all ranks, so gradients are too. FSDP's default is the mean over ranks;
+    # multiplying it by their number would round differently from the gradient of 1 rank.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def whole(tensor):
-    """Returns the full tensor if FSDP has sharded `tensor`, else `tensor` itself. All
-    ranks must call it (a collective)."""
+    """Returns the full tensor if FSDP has sharded `tensor`, else `tensor` itself. All ranks must
+    call it (a collective)."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 class Model(nn.Module):
-    """A language model of transformers, `lm`, with its Family. FSDP shards this module."""
-    frozen = False  # True: the files' weights stay as they are; only what a part adds is trained
-    names: dict[str, str]  # of its tensors: what the files call each (model_files.names_in_files)
+    """A transformers language model, `lm`, with its Family. FSDP shards this module."""
+    frozen = False  # True: the files' weights are frozen; only what a part adds is trained
+    names: dict[str, str]  # {tensor: its name in the files} (model_files.names_in_files)
 
     def __init__(self, lm, args):
         """lm is the `skeleton` of a folder. args is the script's Args."""
@@ -244,23 +243,23 @@ class Model(nn.Module):
         self.lm, self.family = lm, family_of(lm.config)
 
     def start(self, seed: int):
-        """Fills with zeros the parameters that are in no file, such as the critic's head. `seed` is
-        for subclasses that fill theirs at random."""
+        """Sets the parameters that are in no file, such as the critic's head, to zero. `seed` is
+        for subclasses with random initialization."""
         for name, p in self.named_parameters():
             if not name.startswith("lm."):
                 nn.init.zeros_(p)
 
     def states(self, inputs):
-        """Returns the hidden states that the head gets, (1, S, H), of a packed input: the `inputs`
-        of a batch.Micro."""
+        """Returns the hidden states before the head, (1, S, H), of a packed input: the `inputs` of
+        a batch.Micro."""
         return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
 
     def hidden(self, inputs, source):
-        """Returns the rows (n, H) of `states` at the places `source` (n,) of the packed input.
-        Places may repeat.
+        """Returns the rows (n, H) of `states` at positions `source` (n,) of the packed input, which
+        may repeat.
 
         On a CPU the gradient of x[source] depends on the number of threads; that of index_select
-        does not. On CUDA it is summed by atomic additions, whose order is not fixed.
+        does not. On CUDA it is summed by atomic additions, in no fixed order.
         """
         return self.states(inputs).flatten(0, 1).index_select(0, source)
 
@@ -272,13 +271,13 @@ class LogprobModel(Model):
         super().__init__(lm, args)
         text = lm.config.get_text_config().to_dict()
         self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text["vocab_size"])
-        # Cohere multiplies its logits by logit_scale, and Granite divides them by logits_scaling.
+        # Cohere multiplies logits by logit_scale; Granite divides them by logits_scaling.
         self.scale = text.get("logit_scale", 1.0) / text.get("logits_scaling", 1.0)
         self.cap = text.get("final_logit_softcapping")  # Gemma 2 has one
 
     def head(self, hidden):
-        """Computes logits (n, V), at least float32, from hidden states (n, H). The factor `scale`
-        is left out: `forward` puts it into the temperature."""
+        """Computes logits (n, V), at least float32, from hidden states (n, H), without the factor
+        `scale`, which `forward` puts into the temperature."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
@@ -292,9 +291,9 @@ class LogprobModel(Model):
                        temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, inputs, keep):
-        """Computes logits (m, V) at the m positions `keep` of one row by transformers' own forward.
-        same_policy.py compares the trainer with it before the first step. `inputs` is the packed
-        input of this row alone."""
+        """Computes logits (m, V) at the m positions `keep` of one row with transformers' own
+        forward. same_policy.py compares the trainer with it before the first step. `inputs` is the
+        packed input of only this row."""
         capped = self.lm.config.to_dict().get("attn_logit_softcapping")
         text = self.family.stacks(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
@@ -303,14 +302,14 @@ class LogprobModel(Model):
         return logits[0]
 
     def plain(self, inputs, keep):
-        """Runs the forward of `plain_logits` → logits (1, m, V). transformers makes positions and
+        """Runs the forward of `plain_logits` → logits (1, m, V). transformers creates positions and
         mask itself."""
         ids = inputs["input_ids"]
         return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
 
 
 class ValueModel(Model):
-    """The same base model with a scalar head in place of the language model's: V of a state."""
+    """The same base model with a scalar head instead of the language model's: V of a state."""
 
     def __init__(self, lm, args):
         super().__init__(lm, args)
@@ -320,20 +319,20 @@ class ValueModel(Model):
 
     def forward(self, inputs, source):
         """Returns the value of the state before each sampled token, (n,), at least float32.
-        `source` (n,) has the places of these states in the packed input."""
+        `source` (n,): the positions of these states in the packed input."""
         hidden = self.hidden(inputs, source)
-        values = self.head(hidden).sum(-1)  # squeeze makes a view, see of_logits
+        values = self.head(hidden).sum(-1)  # not squeeze, which makes a view: see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Trained:
-    """A model with its AdamW optimizer, which a reference model does not use. args is the script's
+    """A model with its AdamW optimizer, which a reference model does not use. args: the script's
     Args."""
 
     def __init__(self, module: Model, world: World, args):
         self.module, self.world, self.args = module, world, args
         self.moving = args.model_args.offload
-        if next(module.parameters()).device.type == "cpu":  # it is on the host already
+        if next(module.parameters()).device.type == "cpu":  # already on the host
             self.moving = ()
         own = args.optimizer_args
         self.max_grad_norm = own.max_grad_norm or math.inf
@@ -342,14 +341,14 @@ class Trained:
                                            weight_decay=own.weight_decay, fused=True)
 
     def inputs(self, micro: Micro) -> dict:
-        """Returns what the module gets of a micro-batch. A part may add to it."""
+        """Returns the module's inputs for a micro-batch. A part may add to them."""
         return micro.inputs
 
     def run(self, micro: Micro, *inputs):
-        """Runs the module's forward on a micro-batch → what the module returns. All ranks must call
-        it (a collective)."""
+        """Runs the module's forward on a micro-batch → the module's output. All ranks must call it
+        (a collective)."""
         out = self.module(self.inputs(micro), micro.source, *inputs)
-        if not torch.is_grad_enabled():  # FSDP frees the root's whole weights in the backward pass
+        if not torch.is_grad_enabled():  # FSDP frees the root's full weights in the backward pass
             self.module.reshard()
         return out
 
@@ -359,8 +358,8 @@ class Trained:
         loss.backward()
 
     def step(self, lr: float) -> float:
-        """Takes one AdamW step on the clipped gradient → the gradient's norm before clipping. If
-        the norm is not finite, no step is taken. All ranks must call it (a collective)."""
+        """Takes one AdamW step on the clipped gradient → the gradient norm before clipping. If the
+        norm is not finite, skips the step. All ranks must call it (a collective)."""
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.param_groups[0]["lr"] = lr
@@ -369,7 +368,7 @@ class Trained:
         return norm
 
     def move(self, device: torch.device):
-        """Moves what --offload names (parameters, AdamW's moments) to the device: to the host while
+        """Moves what --offload lists (parameters, AdamW's moments) to the device: to the host while
         the engine generates, and back."""
         if "params" in self.moving:
             self.module.to(device)
@@ -380,37 +379,37 @@ class Trained:
 
 
 class Policy(Trained):
-    """The language model that is trained, or a reference model, which takes no steps."""
+    """The trained language model, or a reference model, which takes no steps."""
 
     def __init__(self, module, world, args):
         super().__init__(module, world, args)
         self.metrics: dict[str, float] = {}  # of the last step; a loop adds them to its own
-        # vLLM refuses the head of Gemma 2, which is tied.
+        # vLLM rejects the head of Gemma 2, which is tied.
         gemma2 = type(module.lm).__name__.startswith("Gemma2")
         self.left_out = {"lm_head.weight"} if gemma2 else set()
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool = False, formula=None):
-        """Returns log π of each sampled token (n,), in nats, and the entropy (n,) of π before it,
-        zeros unless `entropy`. With another `formula` it returns what that returns. All ranks must
-        call it (a collective)."""
+        """Returns log π of each sampled token (n,), in nats, and the entropy (n,) of π before it
+        (zeros unless `entropy`), or the result of another `formula`. All ranks must call it (a
+        collective)."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def reference(self, load):
-        """Returns the policy that training started from, for a KL term. `load` is a function that
-        builds it from its files; a part may need no second copy and not call it."""
+        """Returns the policy that training started from, for a KL term. load: a function that
+        builds it from its files; a part that needs no second copy does not call it."""
         return load()
 
     def stored(self, dtype=None):
-        """Yields (name in the model, full tensor) of each weight that is not in `left_out`, and a
-        tied one under each of its names. All ranks must go through all of it (a collective)."""
+        """Yields (name in the model, full tensor) for each weight not in `left_out`; a tied weight
+        under each of its names. All ranks must exhaust it (a collective)."""
         for name, value in self.module.lm.state_dict().items():
             if name not in self.left_out:
                 yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def weights(self, dtype=None):
-        """Yields (name in the files, full tensor) of each weight, one at a time, in `dtype` or its
-        own. A weight of the model may be several in the files (Family.pieces). All ranks must go
-        through all of it (a collective)."""
+        """Yields (name in the files, full tensor) for each weight, one at a time, in `dtype` or its
+        own. One weight of the model may be several in the files (Family.pieces). All ranks must
+        exhaust it (a collective)."""
         for name, value in self.stored(dtype):
             for there, piece, _ in self.module.family.pieces(name, value):
                 yield there, piece
@@ -426,8 +425,8 @@ class Critic(Trained):
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
-    """Returns the rate of a step, counted from 0. It grows linearly to `peak` in --warmup_steps and
-    then follows --lr_schedule until `steps`."""
+    """Returns the learning rate of a step, counted from 0. It grows linearly to `peak` over
+    --warmup_steps, then follows --lr_schedule until `steps`."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)

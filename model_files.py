@@ -1,4 +1,4 @@
-"""model_files.py: which files of a folder are the model, and of which family it is.
+"""model_files.py: which files in a folder are the model, and its family.
 
 A run loads what transformers would load from the folder, or it is refused. So every check here
 raises a SettingsError before any weight is read: a model_type that is not supported, a tensor that

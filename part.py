@@ -1,4 +1,4 @@
-"""part.py: parts plug in: what a folder of parts/ may change, and the one place that asks it.
+"""part.py: how parts plug in: what a folder in parts/ may change, and the only code that asks it.
 
 A part is a folder of parts/ with its code, its tests and its page. `rm -r parts/NAME` removes it
 completely, because no other file names it. The file plug.py of a part defines some of the names in

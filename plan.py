@@ -1,4 +1,4 @@
-"""plan.py: memory and sizes of a step, before anything loads, and wrong settings.
+"""plan.py: memory and sizes of a step, before anything loads, and invalid settings.
 
 It loads no weights and needs no GPU, so --plan answers in seconds how many micro-batches a step has
 and whether it fits into memory. Before a run, the same code refuses settings that cannot work.
@@ -36,16 +36,16 @@ class PlanArgs(Flags):
     plan: bool = False
     """Print the plan for these settings and exit."""
     metrics: bool = False
-    """Print what each metric of a run is and exit."""
+    """Print the definition of each metric and exit."""
     ranks: Count | None = None
-    """Ranks to plan for. Not given: those that torchrun started, or 1."""
+    """Ranks to plan for. None: those started by torchrun, or 1."""
     gpu_gb: Positive = 80.0
-    """GiB of the GPU to plan for. A run plans for the GPU it has."""
+    """GPU memory to plan for, in GiB. A run plans for its own GPU."""
     strict: bool = False
-    """The completions of every optimizer step must divide evenly over the ranks."""
+    """Require the completions of every optimizer step to divide evenly over the ranks."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if not self.plan and (self.ranks, self.gpu_gb) != (None, 80.0):
             yield "--ranks and --gpu_gb need --plan."
         for prompts in plan.batches if self.strict else ():

@@ -1,15 +1,15 @@
 """ppo.py: proximal policy optimization with a critic.            https://arxiv.org/abs/1707.06347
 
     python ppo.py                                    one rank, the model of examples/tiny.py
-    torchrun --nproc_per_node 4 ppo.py --batch 8     four ranks; any number makes the same update
+    torchrun --nproc_per_node 4 ppo.py --batch 8     four ranks; any number gives the same update
 
-One step is grpo.py's with one difference. A critic predicts the return from every token on. The
-advantage of a token is how much better it came out than predicted (GAE). So one completion per
-prompt is enough, and every token has an advantage of its own.
+A step differs from grpo.py's in one point: a critic predicts the return from each token on. A
+token's advantage is how much better things went than predicted (GAE). So one completion per prompt
+is enough, and every token has its own advantage.
 
 Read grpo.py first: it says where the reward, the memory and the other formulas are. Then read
-`train` and `learn` here. Shapes: N completions in request order, M sampled tokens of all of them,
-one after another. These are the same on every rank. A micro-batch has n of the tokens.
+`train` and `learn` here. Shapes: N completions in request order, and M sampled tokens, concatenated
+over the completions. Both are the same on every rank. A micro-batch has n of the M tokens.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -34,17 +34,17 @@ from settings import Count, Flags, Positive, Range
 class CriticArgs(Flags):
     """The critic."""
     critic_lr: Positive | None = None
-    """Peak learning rate of the critic. Not given: 1e-3 for a model below ten million parameters,
+    """Peak learning rate of the critic. None: 1e-3 for a model below ten million parameters,
     else 1e-5."""
     critic_warmup_steps: int = 0
-    """First steps, in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""
     critic_update_tokens: int = 16384
-    """--update_tokens of the critic. It changes memory only."""
+    """--update_tokens for the critic. Changes only memory."""
     critic_score_tokens: int = 32768
-    """--score_tokens of the critic: its values before the update."""
+    """--score_tokens for the critic: its values before the update."""
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if 0 < plan.args.steps <= self.critic_warmup_steps:
             yield (f"--critic_warmup_steps must be below --steps {plan.args.steps} (got "
                    f"{self.critic_warmup_steps}): else the policy never learns.")
@@ -52,7 +52,7 @@ class CriticArgs(Flags):
 
 @dataclass
 class Args(LossArgs, CommonArgs):
-    """The flags of ppo.py. Those that grpo.py has too are in LossArgs and CommonArgs."""
+    """The flags of ppo.py. Flags shared with grpo.py are in LossArgs and CommonArgs."""
     batch: int = 512
     group: int = 1
     minibatches: int = 2
@@ -61,9 +61,9 @@ class Args(LossArgs, CommonArgs):
     lam: Annotated[float, Range(0, 1)] = 0.95
     """λ of GAE. 1: the advantage is the return minus the value. 0: it is the one-step error."""
     value_clip: float | None = 0.2
-    """The critic's new value counts at most this far from its old one. None: no clipping."""
+    """Clip the critic's new value to this distance from its old one. None: no clipping."""
     kl_target: Positive | None = None
-    """Adapt --kl_reward_coef once a rollout towards this KL, in nats a token. None: it is fixed."""
+    """Adapt --kl_reward_coef after each rollout towards this KL, in nats per token. None: fixed."""
     kl_horizon: Count = 10000
     """Completions over which --kl_reward_coef changes by at most a fifth."""
     critic_args: CriticArgs = field(default_factory=CriticArgs)
@@ -73,11 +73,11 @@ class Args(LossArgs, CommonArgs):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the starting model is loaded too, for the KL in the reward."""
+        """Whether the starting model is also loaded, for the KL in the reward."""
         return self.kl_reward_coef > 0
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if self.kl_target is not None and self.kl_reward_coef == 0:
             yield (f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0. "
                    "Would work: --kl_reward_coef 0.05.")
@@ -85,8 +85,8 @@ class Args(LossArgs, CommonArgs):
 
 
 def rate(args: Args, step: int) -> float:
-    """Returns the policy's rate of a step. It is 0 in the first --critic_warmup_steps, in which the
-    policy waits; its own warm-up begins after them."""
+    """Returns the policy's learning rate at a step: 0 during the first --critic_warmup_steps, after
+    which its own warm-up begins."""
     wait = args.critic_args.critic_warmup_steps
     if step < wait:
         return 0.0
@@ -94,20 +94,20 @@ def rate(args: Args, step: int) -> float:
 
 
 def train(args: Args) -> int:
-    """The loop → exit status. Every line is the same on all ranks."""
+    """The loop → exit status. Every rank runs every line."""
     run = set_up(args)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
-        if step in run.evaluations and run.evaluate(step):  # it reaches --stop_at
+        if step in run.evaluations and run.evaluate(step):  # --stop_at is reached
             break
 
         with run.log.time("step"):
-            # The engine has the GPU and the policy's new weights; then the trainer has it back.
+            # The engine takes the GPU and the policy's new weights; then the trainer gets it back.
             with run.engine.generating(run.policy):
-                # 1. Rollout: a completion of each prompt (--group of them).
+                # 1. Rollout: --group completions for each prompt.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                # 2. Reward: a number for each completion, or None where it cannot be scored.
+                # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run, samples, args.group)
 
             # 3. Learn.
@@ -133,22 +133,23 @@ def train(args: Args) -> int:
 def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list[Sample], *,
           lr: float, critic_lr: float, kl_coef: float, reference: Policy | None = None,
           phase=nullcontext) -> dict[str, float]:
-    """One step of learning from N samples: --epochs x --minibatches updates of each → metrics.
+    """Learns from N samples in --epochs x --minibatches updates of each model → metrics.
 
-    Metrics and weights do not depend on the ranks or on the budgets. With lr 0 the policy stays.
+    Up to rounding, metrics and weights do not depend on the number of ranks or on the budgets. With
+    lr 0 the policy does not change.
     """
     policy, critic = models
     batch = Batch(samples)
-    loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion are in the loss
+    loss_tokens = batch.tokens * batch.scored  # (N,): tokens of each completion in the loss
     dropped = int((~batch.scored).sum())
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": sum(p + c for _, p, c in batch.sizes),
                "batch/trained": len(samples) - dropped,
                "batch/dropped": dropped, "batch/dropped_unscored": dropped}
 
-    # Log-probs and values from before the update: (M,). A value is V of the state before its token.
+    # Log-probs and values before the update: (M,). A value is V of the state before its token.
     ref_logprobs = None
-    scored = loss_tokens > 0  # (N,) bool: the other completions are in no pass, and have NaN
+    scored = loss_tokens > 0  # (N,) bool: the other completions are skipped and have NaN
     with phase("score"):
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0], scored)
@@ -158,9 +159,9 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         values = batch.score(
             world, args.critic_args.critic_score_tokens, "values", critic.values, scored)
 
-    # Reward of a token: -beta (log π - log ref); the last one also has the completion's reward.
+    # Reward of a token: -beta (log π - log ref); the last one also gets the completion's reward.
     # A_t = sum_l (gamma lam)^l delta_(t+l),  delta_t = r_t + gamma V_(t+1) - V_t
-    # return_t = A_t + V_t, the critic's target, from before the whitening
+    # return_t = A_t + V_t, the critic's target, before whitening
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:  # DAPO: long completions lose up to 1
         rewards = rewards + losses.overlong_penalty(
@@ -175,18 +176,18 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
     # Update:   L = sum_it weight_it * loss_it
-    #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
+    #   weight_it = 1 / tokens of the global minibatch; --aggregation has others
     #   policy: loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)    r_it = π / π_old
     #   critic: loss_it = 1/2 max((V - R)^2, (V_clip - R)^2)
-    # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
+    # These weights are computed before `micros` splits the rows over ranks. FSDP sums gradients.
     policy_meter, critic_meter = Meter(world), Meter(world)
-    prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
+    prompts = torch.arange(len(samples)) // args.group  # (N,): each one's prompt number
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
-        rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
+        rows = [r for r in rows if loss_tokens[r]]  # the others have weight 0
         if not rows:  # no loss at all, so no step
             policy_meter.skipped += 1
             continue
@@ -230,14 +231,14 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
 
 
 def critic_quality(values, returns) -> dict[str, float]:
-    """The mean value, and the share of the returns' variance that the values explain."""
+    """Returns the mean value, and the fraction of the returns' variance that the values explain."""
     error, variance = mean((returns - values).square()), mean((returns - mean(returns)).square())
     return {"critic/value_mean": mean(values),
             "critic/explained_var": 1 - error / variance if variance > 0 else 0.0}
 
 
 def mean(x) -> float:
-    """Of a vector; 0 if it is empty."""
+    """Returns the mean of a vector, or 0 if it is empty."""
     return float(x.double().mean()) if len(x) else 0.0
 
 

@@ -1,15 +1,15 @@
-"""rewards.py: completions → scores, by workers; one that hangs is killed.
+"""rewards.py: completions → scores, in workers; one that hangs is killed.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py
 
 An Item is a completion with its row. A call is what a worker scores at once: one item, or all items
-of a prompt if a reward takes groups. A Pool has worker processes, which answer calls with one
-Answer for each item. An Answer becomes a Score.
+of a prompt if a reward takes groups. A Pool's worker processes answer a call with one Answer per
+item. An Answer becomes a Score.
 
 A reward that hangs, raises or ends its process costs only its own completions, which then have no
-score. The file is read from the outside to the inside: the scoring of a batch, the check of the
-flags and rows before the first step, and at last the processes.
+score. Top to bottom, from the outside in: scoring a batch, checking the flags and rows before the
+first step, and the processes.
 """
 import contextlib
 import json
@@ -35,9 +35,9 @@ from settings import Flags, Range, changed
 from verifiers import ANSWERS, REWARDS, answers_of
 from worker import ROOT, Item, Part, find_file
 
-START_SECONDS = 120  # the timeout of a worker's start, and of what its first call loads
-MEMORY_GB = 4  # the memory limit of a worker, and of each process that a reward starts
-FAILED_CALLS = 8  # calls without any score, of whole batches in a row, after which the run ends
+START_SECONDS = 120  # timeout for a worker to start, and for what its first call loads
+MEMORY_GB = 4  # memory limit of a worker, and of each process that a reward starts
+FAILED_CALLS = 8  # after whole batches with this many calls and no score, the run ends
 
 
 @dataclass
@@ -46,7 +46,7 @@ class RewardArgs(Flags):
     reward_workers: Annotated[int, Range(1, 4096)] = 2
     """Worker processes per rank."""
     reward_timeout: Annotated[float, Range(1, 1e6)] = 10.0
-    """Seconds for one completion. A late one has no score and is counted."""
+    """Seconds per completion. A late one has no score and is counted."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Score:
 @dataclass
 class Answer:
     """What the workers returned for an item."""
-    # For each reward: a number; NaN: it does not apply to the row; None: it failed, or it has no
-    # value for the completion.
+    # Per reward: a number; NaN: it does not apply to the row; None: it failed or has no value for
+    # the completion.
     values: list
     error: str | None  # the last error of a reward; None: nothing failed
 
@@ -70,8 +70,8 @@ class Answer:
         `values`.
 
         The sum is over the rewards that apply to the row. A completion has no score if a reward
-        failed, if one has no value for it, or if none applies. The sum of no rewards is 0.
-        (Where a function of TRL's form returns None, the worker makes it NaN: it does not apply.)
+        failed or has no value for it, or if none applies. The sum of no rewards is 0. (If a
+        function in TRL's format returns None, the worker makes it NaN: it does not apply.)
         """
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
@@ -89,20 +89,20 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Scores the samples of a step on all ranks, and stores text and score in each sample, on every
-    rank. `group` neighbouring samples share a prompt. run: the run.Run. All ranks must call it (a
-    collective).
+    """Scores the samples of a step across all ranks, and stores the text and score of each sample
+    on every rank. `group` consecutive samples share a prompt. run: the run.Run. All ranks must call
+    it (a collective).
     """
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
-        size = group if run.scorer.groups else 1  # how many completions are one call
+        size = group if run.scorer.groups else 1  # completions per call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
         items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
         run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
-        # Rewards have limits of time of their own, and a worker's first call loads.
+        # Rewards have their own time limits, and a worker's first call loads what it needs.
         more = run.scorer.seconds([items]) + START_SECONDS
         scored = run.world.gather(list(zip(texts, scores, strict=True)), more)
     for sample, (text, score) in zip(samples, scored, strict=True):
@@ -121,19 +121,19 @@ def item_of(sample, text) -> Item:
 
 
 def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
-    """Returns a Score for each item. `size` neighbouring items are one call."""
+    """Returns a Score for each item. `size` consecutive items are one call."""
     return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
-    """Prints the first failure of a run. Raises a SettingsError after batches without a single
-    score, once they have made FAILED_CALLS calls in a row.
+    """Prints the first failure of a run. Raises a SettingsError once consecutive batches without
+    any score have made FAILED_CALLS calls.
 
     errors: why each completion of the batch, on all ranks, has no score; None: it has one. calls:
-    how many calls the batch made.
+    the number of calls of the batch.
     """
     failure = next(filter(None, errors), None)
-    # One score (an error of None) resets the count; a batch without any score adds all its calls.
+    # One score (an error of None) resets the count; a batch without any score adds its calls.
     pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
@@ -148,7 +148,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 
 def parse(specs: list[str]) -> list[Part]:
     """Returns the Part of each word of --reward: NAME or FILE.py:FUNCTION, with :WEIGHT if it is
-    not 1. Raises a SettingsError that lists all mistakes.
+    not 1. Raises a SettingsError that lists all errors.
     """
     parts, mistakes = [], []
     # The rewards that the folders of parts/ add.
@@ -182,20 +182,19 @@ def parse(specs: list[str]) -> list[Part]:
 
 
 def check(specs: list[str], args) -> "Pool":
-    """Starts a worker to find out whether the rewards can be loaded. Returns a Pool, closed, that
-    has what is known of them. Raises a SettingsError if one of them cannot be loaded. specs: the
-    words of --reward.
+    """Starts a worker to check that the rewards can be loaded. Returns a closed Pool with what is
+    known about them. Raises a SettingsError if one cannot be loaded. specs: the words of --reward.
     """
-    parse(specs)  # refuses no rewards; a Pool may have none, as where a teacher scores
+    parse(specs)  # rejects an empty --reward; a Pool may have none, as when a teacher scores
     with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
         pool.wait()
         return pool
 
 
 def check_rows(needs: list, rows: list, warnings: dict, flag: str = "reward"):
-    """Raises a SettingsError if a row lacks a column that a reward needs, if it has an answer that
-    no built-in reward can read, or if no row has the answer that a function of the user takes. If
-    some rows have none, it adds a warning. needs: that of a Pool. flag: the flag in the message.
+    """Raises a SettingsError if a row lacks a column that a reward needs, if a built-in reward
+    cannot read its answer, or if no row has the answer that a user's function takes. If only some
+    rows lack it, adds a warning. needs: a Pool's. flag: the flag in the message.
     """
     for name, column, always in needs:
         for row in rows if always else ():
@@ -216,11 +215,11 @@ def check_rows(needs: list, rows: list, warnings: dict, flag: str = "reward"):
 
 
 def try_once(args, rows: list, pool: "Pool", warnings: dict) -> None:
-    """Scores a made-up completion of the first row, before the weights are loaded, if a reward is
-    from a file and none is `async def` (such a function asks a server). Raises a SettingsError if a
-    result cannot be a reward. If a function raises an error, is late or returns None, it may be
-    right for a real completion, so it adds a warning instead. One that has no `return` with a value
-    has one too. pool: that of `check`.
+    """Scores a made-up completion of the first row before the weights are loaded, if a reward comes
+    from a file and none is `async def` (such a function calls a server). Raises a SettingsError if
+    a result cannot be a reward. Adds only a warning if a function raises an error, is late or
+    returns None, because it may work for a real completion; also if it has no `return` with a
+    value. pool: from `check`.
     """
     for name in pool.silent:
         said = f"--reward {name} has no `return` with a value, so no completion has a reward."
@@ -248,17 +247,17 @@ def try_once(args, rows: list, pool: "Pool", warnings: dict) -> None:
 # ---- the processes ----
 
 class Worker:
-    """A worker process, which runs `work` of a module such as worker.py. It leads a session, so
-    that all processes that its rewards fork are killed with it. module: the name of the module.
-    what: the arguments of `load` there. seconds: the timeout of sending it a message.
+    """A worker process that runs `work` of a module such as worker.py. It leads a session, so all
+    processes that its rewards fork are killed with it. module: the module's name. what: the
+    arguments of its `load`. seconds: the timeout for sending a message.
     """
 
     def __init__(self, module: str, what: tuple, seconds: float):
-        self.received, self.code, self.new = b"", None, True  # new: it had no call yet
+        self.received, self.code, self.new = b"", None, True  # new: no call yet
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(seconds)  # the process may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0"}  # a set has the same order in every worker
+                       "PYTHONHASHSEED": "0"}  # the same set order in every worker
         start = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
                  f"import {module}; {module}.work({theirs.fileno()})")
         with theirs:
@@ -268,14 +267,14 @@ class Worker:
         self.send(what)
 
     def send(self, message) -> None:
-        """Sends a message to the process. Raises an OSError if it has ended or does not read."""
+        """Sends a message to the process. Raises an OSError if it has exited or does not read."""
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
-        """Returns the next message of the process. Raises an OSError if the process has ended, if
-        it or a process that it started holds more than MEMORY_GB, or if no message came within
-        `seconds`. Messages are JSON, because to unpickle what a reward wrote could run its code in
-        the trainer.
+        """Returns the next message from the process. Raises an OSError if the process has exited,
+        if it or a process that it started uses more than MEMORY_GB, or if no message arrives within
+        `seconds`. Messages are JSON, because unpickling a reward's output could run its code in the
+        trainer.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self.received:
@@ -283,22 +282,22 @@ class Worker:
             if left < 0:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
             if largest(self.process.pid) > MEMORY_GB * 2**30:
-                # A limit of the system would fail inside the reward, which may pay 0 for that.
+                # A system limit would fail inside the reward, which may then return 0.
                 raise OSError(f"it used more than {MEMORY_GB:g} GB of memory")
             if select.select([self.socket], [], [], min(left, 0.1))[0]:
                 sent = self.socket.recv(1 << 16)
                 self.received += sent
                 if not sent:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        self.process.wait(1)  # it may still be on its way out
+                        self.process.wait(1)  # it may still be exiting
                     raise OSError(f"the worker ended with code {self.kill()}")
         line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> int:
-        """Kills all processes of the worker's session, and returns the exit code of the worker."""
+        """Kills all processes in the worker's session, and returns the worker's exit code."""
         if self.code is None:
-            with contextlib.suppress(ProcessLookupError):  # no process of the session is left
+            with contextlib.suppress(ProcessLookupError):  # the session has no processes left
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.code = self.process.wait()
             self.socket.close()
@@ -306,8 +305,8 @@ class Worker:
 
 
 def largest(pid: int | str) -> int:
-    """Returns the bytes of memory of its own that a process, or one that it started, holds: the
-    largest of them. 0: it has ended.
+    """Returns the largest private memory, in bytes, of a process and those that it started. 0: it
+    has exited.
     """
     with contextlib.suppress(OSError):
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
@@ -318,11 +317,10 @@ def largest(pid: int | str) -> int:
 
 
 class Pool:
-    """Worker processes that score completions. Each has a thread in the trainer, which gives it
-    calls and waits for its answers. A worker that is late or dies is killed, and a new one replaces
-    it.
+    """Worker processes that score completions. Each has a thread in the trainer, which sends it
+    calls and waits for its answers. A worker that is late or dies is killed and replaced.
 
-    specs: the words of --reward. args: those of the script.
+    specs: the words of --reward. args: the script's.
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run
@@ -333,15 +331,15 @@ class Pool:
         self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start
-        # What a worker reports of the functions (worker.load):
+        # What a worker reports about the functions (worker.load):
         self.groups = False  # True: a function takes all completions of a prompt in one call
-        self.waits = []  # the names of those that are `async def`
-        self.silent = []  # the names of those that return nothing
+        self.waits = []  # names of those that are `async def`
+        self.silent = []  # names of those that return nothing
         self.reads = []  # their parameters
         # [(reward, column, whether each row must have it), …]; None: no worker has loaded them
         self.needs = None if self.parts else []
-        self.loading = START_SECONDS  # what the first call of a worker may take longer
-        # For `report`: the calls since the last score; whether a failure was printed.
+        self.loading = START_SECONDS  # extra time for a worker's first call
+        # For `report`: calls since the last score; whether a failure was printed.
         self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
         # The threads take lists of calls from the inboxes. A call is a slice of the items. None
@@ -357,7 +355,7 @@ class Pool:
         return parse(specs)
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
-        """Returns an inbox for each of `count` workers. Here all workers share one."""
+        """Returns an inbox for each of `count` workers. Here they all share one."""
         return [queue.Queue()] * count
 
     def what(self) -> tuple:
@@ -369,8 +367,8 @@ class Pool:
         vars(self).update(told)
 
     def wait(self) -> None:
-        """Returns once a worker has loaded the rewards. Raises a SettingsError if none can. Without
-        rewards, it returns at once.
+        """Waits until a worker has loaded the rewards. Raises a SettingsError if none can. Without
+        rewards, it returns immediately.
         """
         if not self.parts:
             return
@@ -379,8 +377,8 @@ class Pool:
             raise SettingsError(self.refused)
 
     def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
-        """Has the workers score the items, and returns an Answer for each. `size` neighbouring
-        items are one call. Without --reward no worker is asked, and each Answer has no values.
+        """Has the workers score the items, and returns an Answer for each. `size` consecutive items
+        are one call. Without --reward no worker is called, and the Answers have no values.
         """
         if not self.parts:
             return [self.answer([], None) for _ in items]
@@ -392,8 +390,8 @@ class Pool:
         return self.answers
 
     def put(self, calls: list[slice]) -> None:
-        """Puts the calls into the inboxes, in lists; a worker gets all calls of one list at once.
-        Here each call is alone in its list.
+        """Puts lists of calls into the inboxes; a worker gets all calls of a list at once. Here
+        each list has one call.
         """
         for call in calls:
             self.inboxes[0].put([call])
@@ -407,8 +405,8 @@ class Pool:
 
     def _serve(self, inbox: queue.Queue):
         """Runs a thread: takes lists of calls from the inbox and has its worker answer them. The
-        thread starts the worker and replaces it when it fails. The worker ends with the trainer's
-        process, by Linux' PDEATHSIG.
+        thread starts the worker and replaces it if it fails. Linux's PDEATHSIG ends the worker
+        together with the trainer's process.
         """
         worker = None
         with contextlib.suppress(OSError):
@@ -418,7 +416,7 @@ class Pool:
             try:
                 worker = worker or self._start()
                 self.call(worker, calls)
-            except Exception as error:  # a reward can end its worker in any way
+            except Exception as error:  # a reward can break its worker in any way
                 if worker:
                     worker.kill()
                 worker = None
@@ -432,7 +430,7 @@ class Pool:
 
     def _start(self) -> Worker:
         """Starts a worker, waits until it has loaded the rewards, and returns it. Raises an OSError
-        if it cannot load them; `refused` then has the reason, and the next batch tries again.
+        if it cannot; `refused` then has the reason, and the next batch tries again.
         """
         if self.refused:
             raise OSError(self.refused)
@@ -454,8 +452,8 @@ class Pool:
     def call(self, worker: Worker, calls: list[slice]) -> None:
         """Has a worker answer these calls, and stores the answers. Raises an exception if the
         worker fails or does not answer in time. Its first call may load what the function needs.
-        InterruptedError: SIGTERM came to it, and may have ended what a reward had started; another
-        worker must be asked.
+        InterruptedError: the worker got SIGTERM, which may have ended processes that a reward
+        started, so another worker must answer.
         """
         batch, began = [self.items[call] for call in calls], time.monotonic()
         loading, worker.new = self.loading * worker.new, False
@@ -473,14 +471,12 @@ class Pool:
             self.answers[call] = [self.answer(*of_item) for of_item in found]
 
     def seconds(self, batch: list[list[Item]]) -> float:
-        """Returns how many seconds a worker may take for these calls: --reward_timeout for each
-        completion.
-        """
+        """Returns the time limit for these calls, in seconds: --reward_timeout per completion."""
         return self.args.reward_timeout * sum(map(len, batch))
 
     def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """Handles a failure of a worker. If it had one call, the items of that call get an Answer
-        with the error. If it had several, each is put into the inbox again, alone.
+        """Handles a worker's failure. If it had one call, the items of that call get an Answer with
+        the error. If it had several, each goes back into the inbox on its own.
         """
         if len(calls) > 1:
             for call in calls:

@@ -1,4 +1,4 @@
-"""run.py: set-up, and what stands between the steps: evaluation, samples, saving, the end.
+"""run.py: set-up, and what surrounds the steps: evaluation, samples, saving, the end.
 
 `set_up` is read first: its five numbered parts join the ranks, check flags and files, find the
 checkpoint, open the run's folder, and load models and engine. It returns a Run, which a loop such

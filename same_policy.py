@@ -1,4 +1,4 @@
-"""same_policy.py: engine, trainer and transformers are compared before the first step.
+"""same_policy.py: compares engine, trainer and transformers before the first step.
 
 Each of the three computes the log-probs of the same few completions. If one of them lacks something
 (a key of config.json, a weight that was not loaded, a mask), the numbers differ and the run ends

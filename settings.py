@@ -1,4 +1,4 @@
-"""settings.py: what a flag is: its range, the rules of several, and all flags by name.
+"""settings.py: what a flag is: its range, rules over several flags, and all flags by name.
 
 Each component has its flags in a dataclass of its own, a subclass of `Flags`, in the file that
 reads them. The Args of a script holds these dataclasses in fields, so `args.engine_args.tp` is the

@@ -1,4 +1,4 @@
-"""texts.py: a tokenizer's texts: what begins and ends them, and whether it is the folder's own.
+"""texts.py: a tokenizer's begin and end tokens, and whether it is the folder's own.
 
 The file has three sections. `templated` applies the chat template. The functions after it find the
 control tokens that begin and end messages, and convert between texts and token ids with respect to

@@ -1,4 +1,4 @@
-"""verifiers.py: the names of the built-in rewards, and what rewards read: answers and boxes.
+"""verifiers.py: the names of the built-in rewards, and how rewards read answers and boxes.
 
 A reward is a function that is called with a completion (a text), the answer of its row, and by name
 whatever other parameters it declares: the columns of the row, prompt, tokens (the number of sampled

@@ -1,4 +1,4 @@
-"""worker.py: the process that calls a reward's function. rewards.py may kill it.
+"""worker.py: the process that calls reward functions. rewards.py may kill it.
 
 It imports no torch. The parameter names of a reward's function show whether the function takes one
 completion (our form) or lists of them (TRL's form):

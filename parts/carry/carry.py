@@ -25,16 +25,16 @@ from settings import Count, Flags, Range, values_of
 
 @dataclass
 class CarryArgs(Flags):
-    """Long completions go on in later steps."""
+    """Long completions continue in later steps."""
     carry: Annotated[int, Range(0, 8)] = 0
     """C: batches in flight ahead of the one that a step trains on. 0: a step waits for its longest
     completion."""
     carry_tokens: Count = 256
-    """Tokens of a round. After each round the step looks whether its prompts have ended."""
+    """Tokens per round. After each round the step checks whether its prompts have finished."""
     switch: ClassVar[str] = "carry"
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         flags = values_of(plan.args)
         if self.carry and "engine_correction" not in flags:
             yield f"--carry is for completions to learn from, which {plan.args.script} has not."

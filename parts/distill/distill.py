@@ -41,11 +41,11 @@ from settings import not_default
 class Args(ClipArgs, CommonArgs):
     """The flags of distill.py. Those of the loss are in ClipArgs."""
     teacher: str | None = None
-    """A folder or hub name, with the vocabulary of --model. Not given: the starting model."""
+    """A folder or hub name, with the vocabulary of --model. None: the starting model."""
     teacher_prompt: str | None = None
-    """The user's message as the teacher sees it, with {question}, {answer} or any {column}."""
+    """The user message that the teacher sees, with {question}, {answer} or any {column}."""
     divergence: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
-    """The loss, over the whole vocabulary at every prefix. none: of the sampled token alone."""
+    """The loss, over the whole vocabulary at every prefix. none: only of the sampled token."""
     distill_coef: float = 1.0
     """Weight of the teacher."""
     reward_coef: float = 0.0
@@ -74,7 +74,7 @@ class Args(ClipArgs, CommonArgs):
         return rows
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if not (self.teacher or self.teacher_prompt):
             yield "--teacher or --teacher_prompt must be given: else nobody teaches."
         if self.eval_data and not self.reward:

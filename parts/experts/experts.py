@@ -38,13 +38,13 @@ NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 class ExpertArgs(Flags):
     """Mixtures of experts (docs/use/memory_and_machines.md)."""
     freeze_router: bool = False
-    """The policy's routers stay as they are."""
+    """Freeze the policy's routers."""
     replay_routing: bool = False
-    """R3: the trainer uses the experts that the engine used. On GPU."""
+    """R3: the trainer uses the experts that the engine used. Only on GPU."""
     fixed: ClassVar[tuple[str, ...]] = ("freeze_router",)
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if plan.shape and plan.shape.kind != "experts":
             yield from (f"--{name} needs a model with experts." for name in not_default(self))
         if self.replay_routing and not plan.args.needs_engine:

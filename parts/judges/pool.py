@@ -14,8 +14,8 @@ TOGETHER = 64  # calls that a worker gets at once
 class JudgeArgs(Flags):
     """`async def` rewards"""
     reward_retries: Annotated[int, Range(0, 10)] = 2
-    """An `async def` reward that raises or is late is tried again so often, unless its server says
-    that this cannot help (400, 401, 404)."""
+    """Retries of an `async def` reward that raises or is late, unless its server's status says that
+    this cannot help (400, 401, 404)."""
 
 
 @dataclass

@@ -31,10 +31,10 @@ LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLL
 class LoraArgs(Flags):
     """LoRA (docs/use/memory_and_machines.md)."""
     lora_rank: int = 0
-    """Train adapters of this rank and nothing else (and the critic's head). 0: all weights. An --lr
-    that is not given is ten times as much."""
+    """Train only adapters of this rank (and the critic's head). 0: all weights. The default --lr is
+    ten times as large."""
     lora_alpha: Positive | None = None
-    """What it adds is scaled by alpha / rank. Not given: 2 x rank."""
+    """The adapter's output is scaled by alpha / rank. None: 2 x rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Layers with an adapter, by their last names: q_proj v_proj. all-linear: all but the head."""
     lora_sync: Literal["auto", "adapter", "merged"] = "auto"
@@ -49,7 +49,7 @@ class LoraArgs(Flags):
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         shape, most = plan.shape, LORA_RANKS[-1]
         if not self.lora_rank:
             return

@@ -7,13 +7,13 @@ from settings import Flags, not_default, values_of
 
 @dataclass
 class PictureArgs(Flags):
-    """Models that see (docs/use/data_and_rewards.md)."""
+    """Vision models (docs/use/data_and_rewards.md)."""
     max_image_tokens: int = 0
-    """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
+    """Maximum tokens per picture: larger ones are scaled down. 0: the model's own limit."""
     min_image_tokens: int = 0
-    """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
+    """Minimum tokens per picture: smaller ones are scaled up. 0: the model's own limit."""
     train_vision: bool = False
-    """Train a model's vision tower and projector too. Else they stay as they are."""
+    """Also train the vision tower and projector. Otherwise they are frozen."""
     fixed: ClassVar[tuple[str, ...]] = ("train_vision",)
 
     @property
@@ -22,7 +22,7 @@ class PictureArgs(Flags):
         return self.min_image_tokens, self.max_image_tokens
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if plan.shape and plan.shape.kind != "pictures":
             yield from (f"--{name} needs a model that sees pictures." for name in not_default(self))
         flags = values_of(plan.args)

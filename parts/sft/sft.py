@@ -63,7 +63,7 @@ class Args(CommonArgs):
         return rows
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if self.group != 1:
             yield (f"--group must be 1: a row has one completion (got {self.group}). For an "
                    "evaluation there is --eval_samples.")

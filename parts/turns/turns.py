@@ -35,14 +35,14 @@ WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the firs
 class TurnArgs(Flags):
     """Several turns."""
     reply: str | None = None
-    """FILE.py:FUNCTION that answers the model, or ends the episode; or FILE.py:CLASS, an
-    environment with a state. Not given: one turn."""
+    """FILE.py:FUNCTION that replies to the model or ends the episode, or FILE.py:CLASS, an
+    environment with a state. None: one turn."""
     max_turns: Count = 8
-    """The model's turns in an episode, at most."""
+    """Maximum number of the model's turns per episode."""
     switch: ClassVar[str] = "reply"
 
     def rules(self, plan):
-        """Yields a sentence for each rule that is broken (settings.Flags)."""
+        """Yields a sentence for each broken rule (settings.Flags)."""
         if paid_by(plan.args) and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
         if self.reply and values_of(plan.args).get("replay_routing"):
