@@ -21,7 +21,7 @@ def test_the_table_is_that_of_the_page():
             cells.append(", ".join(f"`{name}`" for name in theirs))
             assert not flags_here & {*theirs}
         assert not known and f"\n| {' | '.join(cells)} |\n" in page and flag[2:] in flags_here
-    table = page.partition("| here |")[2].partition("\n\n")[0]
+    table = page.partition("\n| here |")[2].partition("\n\n")[0]
     assert table.count("\n") == 1 + len(other_systems.OTHERS)
 
 
