@@ -4,7 +4,7 @@
 checkpoint, open the run's folder, and load models and engine. It returns a Run, which a loop such
 as `train` in grpo.py uses between its steps. Mistakes in flags and files end the run before
 weights load, on all ranks together. What needs the weights fails later: values that are not finite,
-a checkpoint that cannot be read, policies that differ (same_policy.py).
+a checkpoint that cannot be read, policies that differ (parts/guards).
 """
 import os
 import shlex
@@ -31,7 +31,6 @@ from log import write_samples
 from model_files import config_of
 from part import ask, extended
 from rollout import Engine
-from same_policy import compare_policies
 from settings import save_every, values_of
 
 # ---- set-up ----
@@ -115,9 +114,9 @@ def again(world: dist.World, name: str) -> str:
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
     """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
-    `saved` they continue from it. At the end same_policy.py compares the log-probs of engine,
-    trainer and transformers. All ranks must call it (a collective)."""
-    pool = extended("pool", rewards.Pool, args, inputs.waits)
+    `saved` they continue from it. At the end parts/guards compares the log-probs of
+    engine, trainer and transformers. All ranks must call it (a collective)."""
+    pool = extended("pool", rewards.Pool, args, inputs.scorer.waits)
     scorer = pool(list(args.reward), args)  # its processes start now
     scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state
     policy, reference, critic = build_models(args, world, inputs)
@@ -134,7 +133,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
         run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
-    compare_policies(run)
+    ask("ready", run)
     return run
 
 

@@ -25,10 +25,10 @@ def engine(kind, run):
     return experts.MixtureEngine if kind in FAMILIES else None
 
 
-def check(args, files, rows):
+def check(args, inputs):
     """SettingsError: vLLM needs a GPU for this."""
     if torch.cuda.is_available() or args.plan_args.plan or (
-            files.lm.config.model_type not in FAMILIES):
+            inputs.lm.config.model_type not in FAMILIES):
         return
     flags = values_of(args)
     if flags["replay_routing"]:

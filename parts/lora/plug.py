@@ -28,11 +28,11 @@ def engine(kind, run):
         return lora.TakingEngine
 
 
-def check(args, files, rows):
+def check(args, inputs):
     """A rate that is not given: ten times full training's, https://thinkingmachines.ai/blog/lora.
     """
     if is_on(args):
-        args.choose_rates(files.shape.params, factor=10)
+        args.choose_rates(inputs.shape.params, factor=10)
 
 
 def end(run):

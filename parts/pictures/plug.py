@@ -12,12 +12,12 @@ from parts.pictures.rows import make_row as make_pictured_row
 FAMILIES = dict.fromkeys(NAMES, seeing.Seeing)
 
 
-def make_row(make, args, files, spec):
-    config = files.lm.config
+def make_row(make, args, inputs, spec):
+    config = inputs.lm.config
     if config.model_type not in FAMILIES:
         return make
-    eyes = find_eyes(args, config, files.folder, files.reference)
-    check_template(args.model, files)
+    eyes = find_eyes(args, config, inputs.source, inputs.reference)
+    check_template(args.model, inputs)
     return partial(make_pictured_row, make=make, eyes=eyes, folder=folder_of(spec))
 
 
