@@ -187,11 +187,11 @@ def test_refusals(refused, flags, sentence):
 
 
 def test_rates_that_are_not_given_are_ten_times_those_of_full_training():
-    files, full = SimpleNamespace(shape=SimpleNamespace(params=135_000_000)), ppo.Args()
+    inputs, full = SimpleNamespace(shape=SimpleNamespace(params=135_000_000)), ppo.Args()
     full.choose_rates(135_000_000)
     for given in 0, 0.5:
         args = fakes.args(ppo, lora_rank=8, lr=given)
-        plug.check(args, files, [])
+        plug.check(args, inputs)
         assert args.lr == (given or 10 * full.lr)
         assert args.critic_args.critic_lr == 10 * full.critic_args.critic_lr
 
