@@ -16,7 +16,8 @@ order of their names:
                                             (model.py)
     policy(kind, args, config, trained)     returns the class of the policy or the critic, which
                                             holds a model. trained: it is no reference model
-    engine(kind, run)           returns the class of the engine (rollout.py)
+    engine(kind, args, config, dtype)       returns the class of the engine (rollout.py). dtype: of
+                                the computation
     pool(kind, args, waits)     returns the class of the reward workers (rewards.py)
     memory(kind, args, shape)   returns the class that plans the memory (plan.py) of a model of
                                 this shape

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from dist import World
 from errors import SettingsError, as_sentence
 from part import asked
 from settings import Flags, Range, changed
@@ -88,34 +89,33 @@ class Answer:
 
 # ---- a batch ----
 
-def score_samples(run, samples: list, group: int) -> None:
+def score_samples(pool: "Pool", world: World, log, samples: list, group: int) -> None:
     """Scores the samples of a step across all ranks, and stores the text and score of each sample
-    on every rank. `group` consecutive samples share a prompt. run: the run.Run. All ranks must call
+    on every rank. `group` consecutive samples share a prompt. log: a log.Log. All ranks must call
     it (a collective).
     """
-    run.world.same_phase("reward", len(samples))
-    with run.log.time("reward"):
-        size = group if run.scorer.groups else 1  # completions per call
+    world.same_phase("reward", len(samples))
+    with log.time("reward"):
+        size = group if pool.groups else 1  # completions per call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        items = [item_of(sample, run.engine.text)
-                 for call in run.world.mine(calls) for sample in call]
-        run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
-        scores = scores_of(run.scorer, items, size)
+        items = [item_of(sample, pool.read) for call in world.mine(calls) for sample in call]
+        pool.progress["global_step"] = max(world.step, 0)  # -1 before the first step
+        scores = scores_of(pool, items, size)
         texts = [item.completion for item in items]
         # Rewards have their own time limits, and a worker's first call loads what it needs.
-        more = run.scorer.seconds([items]) + START_SECONDS
-        scored = run.world.gather(list(zip(texts, scores, strict=True)), more)
+        more = pool.seconds([items]) + START_SECONDS
+        scored = world.gather(list(zip(texts, scores, strict=True)), more)
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
-    report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
+    report(pool, log, [score.error for _, score in scored], len(calls))
 
 
-def item_of(sample, text) -> Item:
+def item_of(sample, read) -> Item:
     """Returns the Item that a worker gets for a sample: its texts, its ids and messages, the number
-    of sampled tokens, the row's answer and columns. text: the function that decodes ids.
+    of sampled tokens, the row's answer and columns. read: the function that decodes ids.
     """
     row, completion = sample.prompt.row, sample.completion
-    words = text(completion.ids)
+    words = read(completion.ids)
     return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.messages(words))
 
@@ -290,14 +290,15 @@ class Pool:
     """Worker processes that score completions. Each has a thread in the trainer, which sends it
     calls and waits for its answers. A worker that is late or dies is killed and replaced.
 
-    specs: the words of --reward. args: the script's.
+    specs: the words of --reward. args: the script's. read: decodes the ids of a completion into
+    the text for a reward (texts.reader); None: `ask` gets texts.
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run
     answer: ClassVar = Answer
 
-    def __init__(self, specs: list[str], args):
-        self.args = args.reward_args
+    def __init__(self, specs: list[str], args, read=None):
+        self.args, self.read = args.reward_args, read
         self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start

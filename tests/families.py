@@ -69,10 +69,12 @@ def run_of(world, policy, engine=None, prompts=(), dtype=torch.float32, folder: 
     return SimpleNamespace(
         world=world, policy=policy, engine=engine, reference=None, critic=None, dtype=dtype,
         log=fakes.Log(), stateful={},
-        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT),
+        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT,
+                     dtype=str(dtype).removeprefix("torch.")),
         inputs=SimpleNamespace(
-            source=folder, tokenizer=None, ends=[2], kv_cache=2**28, reference=None,
-            plan=SimpleNamespace(longest=256), rows=[p.row for p in prompts], eval_rows=[]))
+            source=folder, lm=policy.module.lm, tokenizer=None, ends=[2], kv_cache=2**28,
+            reference=None, plan=SimpleNamespace(longest=256),
+            rows=[p.row for p in prompts], eval_rows=[]))
 
 
 def compare(run) -> None:
@@ -87,7 +89,8 @@ def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, rows
     """The engine of a run with this policy."""
     run = run_of(world, policy, dtype=dtype, folder=folder, tp=tp)
     run.inputs.rows = [*rows]
-    return part.extended("engine", Engine, run)(run)
+    kind = part.extended("engine", Engine, run.args, run.inputs.lm.config, dtype)
+    return kind(run.args, world, run.inputs, run.log, [policy])
 
 
 def update(world, policy, batch: Batch) -> None:

@@ -106,7 +106,8 @@ def train(args: Args) -> int:
             with run.engine.generating(run.policy):
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                score_samples(run, samples, args.group)  # without --reward: texts alone
+                # Without --reward only the texts are filled in.
+                score_samples(run.scorer, run.world, run.log, samples, args.group)
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,

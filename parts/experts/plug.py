@@ -20,9 +20,8 @@ def policy(kind, args, config, trained):
     return experts.RoutedPolicy if kind is Policy and config.model_type in FAMILIES else None
 
 
-def engine(kind, run):
-    kind = run.policy.module.lm.config.model_type
-    return experts.MixtureEngine if kind in FAMILIES else None
+def engine(kind, args, config, dtype):
+    return experts.MixtureEngine if config.model_type in FAMILIES else None
 
 
 def check(args, inputs):

@@ -23,8 +23,8 @@ def memory(kind, args, shape):
     return lora.AdaptedMemory if is_on(args) else None
 
 
-def engine(kind, run):
-    if is_on(run.args) and run.args.parts.lora.in_engine(run.dtype == torch.bfloat16):
+def engine(kind, args, config, dtype):
+    if is_on(args) and args.parts.lora.in_engine(dtype == torch.bfloat16):
         return lora.TakingEngine
 
 

@@ -30,9 +30,8 @@ def policy(kind, args, config, trained):
     return seeing.Seer if config.model_type in FAMILIES else None
 
 
-def engine(kind, run):
-    sees = run.policy.module.lm.config.model_type in FAMILIES
-    return LookingEngine if sees else None
+def engine(kind, args, config, dtype):
+    return LookingEngine if config.model_type in FAMILIES else None
 
 
 def memory(kind, args, shape):

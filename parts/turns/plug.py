@@ -22,8 +22,8 @@ def check(args, inputs):
         turns.check(args, inputs.tokenizer, inputs.ends, inputs.shape.vocab, rows)
 
 
-def engine(kind, run):
-    return turns.PlayingEngine if run.args.parts.turns.reply else None
+def engine(kind, args, config, dtype):
+    return turns.PlayingEngine if args.parts.turns.reply else None
 
 
 def pool(kind, args, waits):

@@ -204,7 +204,7 @@ def test_an_engine_has_room_for_the_rank_and_keeps_its_base_asleep(monkeypatch):
     lm = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
     policy = SimpleNamespace(args=fakes.args(lora_rank=9), layers={"q_proj.weight": None},
                              module=SimpleNamespace(lm=lm))
-    assert plug.engine(None, SimpleNamespace(args=policy.args, dtype=torch.float32)) is None
+    assert plug.engine(None, policy.args, None, torch.float32) is None
     engine = families.engine_of("", World(device="cuda"), policy, dtype=torch.bfloat16)
     assert isinstance(engine, lora.TakingEngine) and engine.sleep_level == 1
     assert llm.options["max_lora_rank"] == 16 and llm.options["enable_lora"]
