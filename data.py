@@ -338,8 +338,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         name = "/".join(Path(path).with_suffix("").parts[-2:])  # FOLDER/FILE
     elif os.path.exists(path) or path.endswith(FILES):
         raise SettingsError(
-            f"{spec} is no file on this machine, or does not end in {', '.join(FILES)}. Rows of "
-            "another form: FILE.py:NAME, a function that returns or yields dicts, such as "
+            f"{spec} is not a file on this machine, or does not end in {', '.join(FILES)}. For "
+            "other formats: FILE.py:NAME, a function that returns or yields dicts, such as "
             "`def rows(seed): return datasets.load_from_disk(\"FOLDER\")`.")
     else:
         rows = reading(spec, read_hub, name, config or None, split or "train")
@@ -378,8 +378,8 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
             for row in progress(function(seed), spec):
                 rows.append(plain_row(row, len(rows) + 1, spec))
                 if len(rows) > MOST_ROWS:
-                    raise SettingsError(f"{spec} gives more than {MOST_ROWS:,} rows, perhaps "
-                                        "without an end. Would work: a function that ends.")
+                    raise SettingsError(f"{spec} yields more than {MOST_ROWS:,} rows, perhaps "
+                                        "endlessly. Would work: a function that ends.")
         except SettingsError:
             raise
         except Exception as error:  # the file may raise anything
@@ -398,7 +398,7 @@ def plain_row(row, number: int, spec: str) -> dict:
     """Returns a function's row with plain values. ValueError: it is not a dict. SettingsError: it
     holds a value of another type."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"row {number} is {row!r:.80}, which is no dict")
+        raise ValueError(f"row {number} is {row!r:.80}, which is not a dict")
     try:
         return plain(row, "")
     except ValueError as error:
@@ -433,7 +433,7 @@ def read_file(path: str) -> list[dict]:
 def once(names: list[str], what: str) -> None:
     """Raises a ValueError if a name occurs twice: one value would replace another."""
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"the {what} {twice[0]} is there twice")
+        raise ValueError(f"the {what} {twice[0]} appears twice")
 
 
 def from_arrow(table) -> list[dict]:

@@ -208,7 +208,7 @@ def rules(args):
             continue
         takes = inspect.signature(one.function).parameters
         if flag == "loss" and "others" in takes:  # it names each bound that it uses
-            yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
+            yield from (f"--{name} has no effect with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
         if flag == "advantage" and args.group < one.least:
             yield (f"--advantage {spec} compares the completions of a prompt, so --group must be "
@@ -260,12 +260,12 @@ class RunArgs(Flags):
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
         if plan.args.eval_args.eval_only and (self.target_reward or self.target_eval):
-            yield "--target_reward and --target_eval grade a training, and --eval_only has none."
+            yield "--target_reward and --target_eval grade training, and --eval_only does none."
         for name in "target_eval", "keep_best", "stop_at":
             if getattr(self, name) and not plan.args.eval_data:
                 yield f"--{name} needs --eval_data."
         if (self.keep_best or self.stop_at) and not plan.args.reward:
-            yield "--keep_best and --stop_at need --reward: pass@1 is a number of rewards."
+            yield "--keep_best and --stop_at need --reward: pass@1 is computed from rewards."
 
 
 @dataclass
@@ -380,7 +380,7 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
     --model --data --reward         what is trained, on which rows, and what a good answer gets
     --batch --group --max_tokens    prompts of a step, completions of each, tokens of each
     --lr --steps --update_tokens    the step's size, their number, and what fits into memory
-    --save_every                    steps between two checkpoints, from which the run goes on
+    --save_every                    steps between two checkpoints, from which a run resumes
 
 """
 

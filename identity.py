@@ -92,8 +92,8 @@ def compare(was: dict, now: dict[str, Entry], place: Path, step: int) -> list[st
             said.append(f"resumed with {'--' * flag}{name} {words(value)} (was {words(before)})")
     if wrong:
         raise SettingsError(f"{place} was made with other settings: {'; '.join(wrong)}. Would "
-                            f"work: those of before, or another --name.")
-    gone = [f"resumed without {name} {words(was[name])}, which is no setting any more"
+                            f"work: the previous settings, or another --name.")
+    gone = [f"resumed without {name} {words(was[name])}, which is no longer a setting"
             for name in was.keys() - now.keys() - {"changes", "commit"}]
     return gone + [f"{one} from step {step + 1} on" for one in said]
 

@@ -163,7 +163,7 @@ def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row], warnings: di
     known = {hash(repr(row.digested(str))) for row in rows}
     if shared := sum(hash(repr(row.digested(str))) in known for row in eval_rows):
         warnings[f"{shared:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data "
-                 "too, so an evaluation says little about other rows. Would work: rows that are "
+                 "too, so an evaluation says little about unseen rows. Would work: rows that are "
                  "held out."] = ""
 
 
@@ -204,7 +204,7 @@ def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
-        raise SettingsError(f"--{flag} {name} is not a model that tiny.py makes; it makes {known}.")
+        raise SettingsError(f"--{flag} {name} is not a model of tiny.py, which builds {known}.")
     try:
         return tiny.ensure("runs", task)
     except OSError as error:
@@ -238,7 +238,7 @@ def check_ends(args, ends: list[int], vocab: int, warnings: dict) -> list[int]:
     if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
-        warnings[f"{said} Each goes on to --max_tokens. Would work: --stop."] = (
+        warnings[f"{said} Each runs on to --max_tokens. Would work: --stop."] = (
             "rollout/truncated_frac")
     return found
 

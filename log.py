@@ -111,8 +111,8 @@ class Log:
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
         if why := lock(self.lock, self.folder):
-            self.say(f"the disk of {self.folder} has no locks ({why}): start no second run of this "
-                     f"name")
+            self.say(f"the disk of {self.folder} has no locks ({why}): do not start a second run "
+                     f"with this name")
         if not start and steps_in(self.folder):
             self.move_aside()
         path = self.folder / "metrics.jsonl"
@@ -136,7 +136,7 @@ class Log:
                 if path.name != ".lock":
                     path.rename(old / path.name)
             (self.folder / "samples").mkdir()
-        self.say(f"{self.folder} has steps, and no checkpoint to go on from: all of it is now in "
+        self.say(f"{self.folder} has steps but no checkpoint to resume from: its files are now in "
                  f"{old}/")
 
     def forget(self, start: int):
@@ -264,7 +264,7 @@ class Log:
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
-            self.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
+            self.say(f"{bad} updates had a non-finite gradient and were not applied; such "
                      f"steps in a row: {self.bad_steps}")
         if self.bad_steps >= BAD_STEPS:
             raise RuntimeError(f"{self.bad_steps} steps in a row had no finite gradient; a smaller "
@@ -440,7 +440,7 @@ def grade(run_log: Log, flags) -> bool:
         low, high = (best[f"eval/pass@1_{end}"] for end in ("low", "high"))
         run_log.say(f"kept checkpoints/step_{best['step']}, the best of {len(evaluations)} "
                     f"evaluations: pass@1 {best['eval/pass@1']:.3f} ({low:.3f} to {high:.3f}). The "
-                    f"best of several noisy numbers is too good: evaluate it on other rows")
+                    f"best of several noisy numbers is biased upwards: evaluate it on other rows")
     seconds = sum(row["time/step"] for row in steps)
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")

@@ -188,7 +188,7 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
             with safe_open(path, "pt") as file:
                 here = {name: file.get_slice(name).get_shape() for name in file.keys()}
         except (SafetensorError, OSError) as error:
-            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
+            raise SettingsError(f"{path} is not a complete safetensors file ({error}).") from None
         if twice := sorted(here.keys() & shapes):
             raise SettingsError(f"{folder}: {homes[twice[0]].name} and {path.name} both have "
                                 f"{twice[0]}. Would work: the files of one save.")

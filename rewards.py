@@ -140,7 +140,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
                             f"of --{pool.flag}:\n{failure}")
     if failure and not pool.warned:
         log.say(f"a completion has no reward, because of --{pool.flag}; rollout/unscored counts "
-                f"such ones (printed once):\n{failure}")
+                f"them (printed once):\n{failure}")
         pool.warned = True
 
 
@@ -240,7 +240,7 @@ def try_once(args, rows: list, pool: "Pool", warnings: dict) -> None:
     said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
     if why.startswith("TypeError: a reward must be "):  # worker.py raises it for a wrong result
         raise SettingsError(said)
-    warnings[f"{said}. It may be right for a real one; then rollout/unscored stays 0."] = (
+    warnings[f"{said}. It may work for real ones; then rollout/unscored stays 0."] = (
         "rollout/unscored")
 
 

@@ -273,7 +273,7 @@ class Run:
             return
         if step:
             self.save(step)
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This resumes: "
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. To resume: "
                      f"{self.world.again}")
         self.close()
         sys.exit(dist.SAVED)
@@ -313,7 +313,7 @@ class Run:
         missed = self.world.any_rank(missed)
         if left := [text for text, metric in self.inputs.warnings.items()
                     if not metric or any(row.get(metric) for row in self.log.rows)]:
-            self.log.say(numbered("warnings that still hold:", left))
+            self.log.say(numbered("warnings that still apply:", left))
         files = sorted(path.name for path in self.log.folder.glob("[!.]*"))
         self.log.say(f"the run is in {self.log.folder}/ with {', '.join(files)}")
         self.close()
