@@ -1,6 +1,8 @@
 """other_systems.py: flags of other systems, and what they are called here."""
 import re
+from pathlib import Path
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/use/recipes.md"
 OTHERS = {  # the table of docs/use/recipes.md
     "--model": "TRL model_name_or_path, verl model.path, OpenRLHF pretrain, EasyR1 "
                " model.model_path",
@@ -75,7 +77,7 @@ def theirs(words: list[str], script: str = "grpo.py") -> tuple[list[str], list[s
         dashed, found = word.startswith("--"), []
         if dashed or equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*", flag):
             value = value if equals else "" if after.startswith("--") else after
-            found = ours(flag) or elsewhere(flag, value, script)
+            found = ours(flag) or in_the_page(flag) or elsewhere(flag, value, script)
             sentences += found
         if dashed:
             dropped = bool(found)
@@ -100,6 +102,16 @@ def ours(flag: str) -> list[str]:
             whose = whose.replace(" and ", ", ", len(known) - 2)
             found.append(f"{whose} {'' if found else flag + ' '}is {here}")
     return [", ".join(found) + " here."] if found else []
+
+
+def in_the_page(flag: str) -> list[str]:
+    """Returns a sentence if the page's table of errors has the flag: what to use here."""
+    page = PAGE.read_text() if PAGE.exists() else ""
+    table = page.partition("## Errors of other systems")[2].partition("\n## ")[0]
+    for words, here in re.findall(r"^\| (.+) \| (.+) \|$", table, re.M):
+        if any(last(flag).endswith("." + word) for word in re.findall(r"`(\w+)`", words)):
+            return [f"{flag}: " + re.sub(r"\[(.+?)\]\(.*?\)", r"\1", here).replace("`", "")]
+    return []
 
 
 def elsewhere(flag: str, value: str, script: str) -> list[str]:

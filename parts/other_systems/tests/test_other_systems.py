@@ -1,4 +1,6 @@
 """A flag of another system gets its name here; the page has the same table."""
+import re
+
 import pytest
 
 import flags
@@ -25,7 +27,29 @@ def test_the_table_is_that_of_the_page():
     assert table.count("\n") == 1 + len(other_systems.OTHERS)
 
 
+def test_the_words_of_the_table_of_errors_are_found(monkeypatch):
+    """Each is answered with its line of the page, without links; and without the page, with none.
+    """
+    table = other_systems.PAGE.read_text().partition("## Errors of")[2].partition("\n## ")[0]
+    seen = 0
+    for line in re.findall(r"^\| .*`.* \|$", table, re.M):
+        words, here = line.strip("| ").split(" | ")
+        for word in re.findall(r"`(\w+)`", words):
+            for flag in f"--{word}", f"trainer.{word}=3":
+                [sentence], rest = other_systems.theirs([flag])
+                assert rest == [] and sentence.startswith(flag.partition("=")[0] + ": ")
+                told = sentence.partition(": ")[2]
+                assert "](" not in told and "`" not in told and told[:12] in here.replace("`", "")
+            seen += 1
+    assert seen >= 9
+    monkeypatch.setattr(other_systems, "PAGE", other_systems.PAGE / "none")
+    assert other_systems.theirs(["--infer_tp", "2"]) == ([], ["--infer_tp", "2"])
+
+
 @pytest.mark.parametrize("words, said", [
+    ("--num_generations_eval 8", "^--num_generations_eval: --eval_samples 8 --eval_temperature 1 "),
+    ("--load_best_model_at_end True --infer_tp=2", "(?s)^2 problems.*--keep_best.*: --tp 2"),
+    ("data.extra_info=x --bach 3", "(?s)^2 problems.*every column of a row is an argum.*--bach"),
     ("--num_generations 8", r"^TRL's --num_generations is --group here\.$"),
     ("--num-generations=3", "TRL's --num-generations is --group here"),
     ("--actor_rollout_ref.rollout.n=5", r"^verl's and EasyR1's --actor_rol\S+n is --group here\.$"),
