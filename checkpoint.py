@@ -45,8 +45,8 @@ class Saved(NamedTuple):
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int,
          best: int | None = None) -> list[str]:
     """Writes step_N, N = state["step"], and keeps the newest `keep` checkpoints, and that of the
-    step `best` → the names of those that are removed, on rank 0. NotWritten: a disk failed; then
-    the older ones stay. All ranks must call it (a collective)."""
+    step `best`. Returns the names of those removed, on rank 0. NotWritten: a disk failed; the
+    older ones then stay. All ranks must call it (a collective)."""
     path, gone = folder / f"step_{state['step']}", []
     partial = path.with_suffix(".partial")
     if world.any_rank(path.exists()):  # SIGTERM came after the last save

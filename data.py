@@ -70,8 +70,8 @@ class Row:
         return self.index + 1
 
     def digested(self, of_file) -> list:
-        """Returns what training depends on, for checkpoint.row_digests. of_file: a function path →
-        digest, for a class whose rows name files."""
+        """Returns what training depends on, for checkpoint.row_digests. of_file: a function from a
+        path to its digest, for a class whose rows name files."""
         return [self.prompt_ids, self.answer, self.columns]
 
 
@@ -115,7 +115,7 @@ class Stream:
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
-    """Reads the data `spec` → its rows in order, and a sentence with their counts.
+    """Reads the data `spec` and returns its rows in order, and a sentence with their counts.
 
     Rows with an empty prompt or more than --max_prompt_tokens tokens are left out. seed: for rows
     made by a function. make: a function to call instead of make_row. eos_ids: the ids that end a
@@ -320,7 +320,7 @@ def no_place(name: str) -> SettingsError:
 # ---- where rows come from ----
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
-    """Reads the rows of `spec` as stored → the rows, and a name for them. spec: a file,
+    """Reads the rows of `spec` as stored and returns them with a name for them. spec: a file,
     FILE.py:NAME, tiny or reasoning_gym for generated rows, or a hub data set; the last three as
     NAME[:CONFIG][@SPLIT]. seed: for rows made by a function. SettingsError: there are no rows, or
     they cannot be read."""

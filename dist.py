@@ -284,8 +284,8 @@ def join(timeout: float = 600.0) -> World:
 
 
 def meet(limit: datetime.timedelta):
-    """Waits for the other ranks → their common store, this rank, the number of ranks. Raises a
-    SettingsError if not all arrive within the limit."""
+    """Waits for the other ranks and returns (their common store, this rank, the number of ranks).
+    Raises a SettingsError if not all arrive within the limit."""
     try:
         return next(rendezvous("env://", timeout=limit))
     except td.DistError as error:

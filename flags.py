@@ -389,7 +389,7 @@ OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run do
 
 
 def parse(kind: type, description: str):
-    """Reads the command line → the script's Args. If --name is an existing run of this script,
+    """Parses the command line into the script's Args. If --name is an existing run of this script,
     omitted flags keep the run's values, except those of OF_A_CALL. An error is printed as a
     sentence and exits with status 2; --metrics also prints and exits."""
     open_streams()
@@ -414,8 +414,8 @@ def parse(kind: type, description: str):
 
 def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], object]:
     """Joins the values of a list flag that is given several times, such as `--reward exact --reward
-    short:0.2` → the words, and the Args with what is not in them. default: None, or the Args of an
-    earlier run."""
+    short:0.2`. Returns the words, and the Args with the other values. default: None, or the Args of
+    an earlier run."""
     lists = {name: [] for name in lists_of(kind())}
     rest, here = [], None  # here: (words, values) of the list that is being read
     for word in words:
@@ -438,9 +438,9 @@ def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], objec
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """Reads the words again → Args. An omitted flag gets its value in `kept` (args.json), except
-    those of OF_A_CALL. Keys of `kept` that are no longer flags are ignored. SettingsError: a kept
-    value is no longer valid."""
+    """Parses the words again into Args. An omitted flag gets its value in `kept` (args.json), if
+    it is not in OF_A_CALL. Keys of `kept` that are no longer flags are ignored. SettingsError: a
+    kept value is no longer valid."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     texts, before = {}, []
@@ -458,8 +458,8 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
 
 
 def parse_words(kind: type, description: str, words: list[str], default=None):
-    """Reads the words of a command line → Args. SettingsError: tyro's message about a wrong word,
-    or the name here of another system's flag."""
+    """Parses the words of a command line into Args. SettingsError: tyro's message about a wrong
+    word, or the name here of another system's flag."""
     said = io.StringIO()
     words, default = as_one_list(kind, words, default)
     options = {} if default is None else {"default": default}

@@ -38,7 +38,7 @@ VERSION = "transformers_version"  # the key of config.json that acts on nothing
 class Entry(NamedTuple):
     """One thing of which a run is made."""
     value: object  # as JSON has it
-    fixed: bool = False  # True: a resume with another value is refused. False: it is said
+    fixed: bool = False  # True: a resume with another value is refused. False: it is reported
     flag: bool = False  # whether it is the value of a flag
 
 
