@@ -44,15 +44,15 @@ class Args(flags.LossArgs, CommonArgs):
     advantage: str = "dr_grpo"
     """dr_grpo: R - group mean. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
     reinforce++: R, whitened over the tokens in the loss. reinforce++-baseline: R - mean, whitened.
-    Your own: FILE.py:NAME, for example variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there
-    too."""
+    Your own: FILE.py:NAME, such as variants/lite_ppo.py:lite_ppo. variants/ also has maxrl, gdpo.
+    """
     advantage_eps: float = 1e-6
     """eps added to the std in --advantage (verl uses 1e-6, TRL 1e-4)."""
     loss: str = "clip"
     """clip: PPO's. gspo: one ratio per completion; needs bounds near 3e-4. cispo: a clipped ratio
     without gradient, times log π. reinforce: no ratio; one update per rollout. Your own:
-    FILE.py:NAME, for example variants/sapo.py:sapo; gmpo, dppo, ipo, opsm and geometric are there
-    too."""
+    FILE.py:NAME, such as variants/sapo.py:sapo. variants/ also has gmpo, dppo, ipo, opsm and
+    geometric."""
     kl_loss_coef: float = 0.0
     """β: the coefficient of a KL term in the loss, relative to the starting model. 0: no KL term.
     """
