@@ -45,8 +45,8 @@ class Saved(NamedTuple):
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int,
          best: int | None = None) -> list[str]:
     """Writes step_N, N = state["step"], and keeps the newest `keep` checkpoints, and that of the
-    step `best` → the names of those that are removed, on rank 0. NotWritten: a disk failed; then
-    the older ones stay. All ranks must call it (a collective)."""
+    step `best`. Returns the names of those removed, on rank 0. NotWritten: a disk failed; the
+    older ones then stay. All ranks must call it (a collective)."""
     path, gone = folder / f"step_{state['step']}", []
     partial = path.with_suffix(".partial")
     if world.any_rank(path.exists()):  # SIGTERM came after the last save
@@ -130,18 +130,18 @@ def newest(args, world: World, folder: Path, made_of: dict[str, Entry]) -> Saved
     saved = find(folder / "checkpoints", world)
     if saved is None:
         if args.eval_args.eval_only and files.steps_in(folder):
-            raise SettingsError(f"--eval_only: {folder} has steps and no checkpoint of them. Would "
-                                f"work: another --name, for --model as it is.")
+            raise SettingsError(f"--eval_only: {folder} has steps but no checkpoint of them. Would "
+                                f"work: another --name, to evaluate --model itself.")
         if (folder / "done.json").exists():
             raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
-                                f"from which to resume; choose another --name.")
+                                f"to resume from; choose another --name.")
         return None
     step = saved.state["step"]
     changed = compare(saved.state["settings"], made_of, saved.path, step)
     if args.eval_args.eval_only:
         return saved
     if step > args.steps:
-        raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
+        raise SettingsError(f"--steps {args.steps}: {saved.path} is from a run that went further."
                             f" Would work: --steps {step}, or more.")
     return saved._replace(changed=changed)
 
@@ -164,7 +164,7 @@ def find(folder: Path, world: World) -> Saved | None:
     try:
         return Saved(path, world.together(whole, path, world))
     except SettingsError as error:
-        works = f"to resume after step {numbers[-2]}" if numbers[1:] else "to begin anew"
+        works = f"to resume after step {numbers[-2]}" if numbers[1:] else "to start over"
         raise SettingsError(f"{str(error).partition(' Would work')[0]} Would work: `rm -r {path}`, "
                             f"{works}.") from None
 

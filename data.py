@@ -70,8 +70,8 @@ class Row:
         return self.index + 1
 
     def digested(self, of_file) -> list:
-        """Returns what training depends on, for checkpoint.row_digests. of_file: a function path →
-        digest, for a class whose rows name files."""
+        """Returns what training depends on, for checkpoint.row_digests. of_file: a function from a
+        path to its digest, for a class whose rows name files."""
         return [self.prompt_ids, self.answer, self.columns]
 
 
@@ -115,7 +115,7 @@ class Stream:
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
-    """Reads the data `spec` → its rows in order, and a sentence with their counts.
+    """Reads the data `spec` and returns its rows in order, and a sentence with their counts.
 
     Rows with an empty prompt or more than --max_prompt_tokens tokens are left out. seed: for rows
     made by a function. make: a function to call instead of make_row. eos_ids: the ids that end a
@@ -285,7 +285,7 @@ def no_place(name: str) -> SettingsError:
 # ---- where rows come from ----
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
-    """Reads the rows of `spec` as stored → the rows, and a name for them. spec: a file,
+    """Reads the rows of `spec` as stored and returns them with a name for them. spec: a file,
     FILE.py:NAME, tiny or reasoning_gym for generated rows, or a hub data set; the last three as
     NAME[:CONFIG][@SPLIT]. seed: for rows made by a function. SettingsError: there are no rows, or
     they cannot be read."""
@@ -303,8 +303,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         name = "/".join(Path(path).with_suffix("").parts[-2:])  # FOLDER/FILE
     elif os.path.exists(path) or path.endswith(FILES):
         raise SettingsError(
-            f"{spec} is no file on this machine, or does not end in {', '.join(FILES)}. Rows of "
-            "another form: FILE.py:NAME, a function that returns or yields dicts, such as "
+            f"{spec} is not a file on this machine, or does not end in {', '.join(FILES)}. For "
+            "other formats: FILE.py:NAME, a function that returns or yields dicts, such as "
             "`def rows(seed): return datasets.load_from_disk(\"FOLDER\")`.")
     else:
         rows = reading(spec, read_hub, name, config or None, split or "train")
@@ -343,8 +343,8 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
             for row in progress(function(seed), spec):
                 rows.append(plain_row(row, len(rows) + 1, spec))
                 if len(rows) > MOST_ROWS:
-                    raise SettingsError(f"{spec} gives more than {MOST_ROWS:,} rows, perhaps "
-                                        "without an end. Would work: a function that ends.")
+                    raise SettingsError(f"{spec} yields more than {MOST_ROWS:,} rows, perhaps "
+                                        "endlessly. Would work: a function that ends.")
         except SettingsError:
             raise
         except Exception as error:  # the file may raise anything
@@ -363,7 +363,7 @@ def plain_row(row, number: int, spec: str) -> dict:
     """Returns a function's row with plain values. ValueError: it is not a dict. SettingsError: it
     holds a value of another type."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"row {number} is {row!r:.80}, which is no dict")
+        raise ValueError(f"row {number} is {row!r:.80}, which is not a dict")
     try:
         return plain(row, "")
     except ValueError as error:
@@ -398,7 +398,7 @@ def read_file(path: str) -> list[dict]:
 def once(names: list[str], what: str) -> None:
     """Raises a ValueError if a name occurs twice: one value would replace another."""
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"the {what} {twice[0]} is there twice")
+        raise ValueError(f"the {what} {twice[0]} appears twice")
 
 
 def from_arrow(table) -> list[dict]:

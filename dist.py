@@ -284,8 +284,8 @@ def join(timeout: float = 600.0) -> World:
 
 
 def meet(limit: datetime.timedelta):
-    """Waits for the other ranks → their common store, this rank, the number of ranks. Raises a
-    SettingsError if not all arrive within the limit."""
+    """Waits for the other ranks and returns (their common store, this rank, the number of ranks).
+    Raises a SettingsError if not all arrive within the limit."""
     try:
         return next(rendezvous("env://", timeout=limit))
     except td.DistError as error:
@@ -293,7 +293,7 @@ def meet(limit: datetime.timedelta):
             "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
         why = str(error).split("\n")[0].rstrip(".")
         raise SettingsError(f"not all ranks met within --timeout {limit.total_seconds():g} s "
-                            f"({said}): {why}. Would work: to start all of them, or to unset "
+                            f"({said}): {why}. Would work: start all of them, or unset "
                             f"these.") from error
 
 
@@ -343,7 +343,7 @@ class Ring(threading.Thread):
         if failed:
             self.say(True)
             time.sleep(self.GRACE)
-            tell("error: another rank has failed, so this one ends", sys.stderr)
+            tell("error: another rank has failed, so this one exits", sys.stderr)
             os._exit(1)
 
 
@@ -370,7 +370,7 @@ def run(main, *args):
         status = 130
         if os.environ.get("RANK", "0") == "0":
             again = World.joined and World.joined.again
-            tell(f"interrupted. This resumes: {again}" if again else "interrupted", sys.stderr)
+            tell(f"interrupted. To resume: {again}" if again else "interrupted", sys.stderr)
     except BaseException as error:
         status = error.status if isinstance(error, SettingsError) else 1
         say_why(error, report)

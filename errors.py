@@ -84,7 +84,7 @@ def tell(text: str, stream=None) -> None:
 
 def command(main, *args) -> None:
     """Runs main(*args) of a tool and exits the process with the status that it returns. A
-    SettingsError is printed as its text alone, and the status is 1. If the reader of the output has
+    SettingsError is printed as only its text, and the status is 1. If the reader of the output has
     closed the pipe (`| head`), the exit status is 141, that of a process ended by SIGPIPE.
     """
     open_streams()

@@ -43,7 +43,7 @@ class EvalArgs(Flags):
             yield (f"--eval_temperature must be 0, or from 0.01 to 2 (got "
                    f"{self.eval_temperature}).")
         if self.eval_samples > 1 and self.eval_temperature == 0:
-            yield (f"--eval_samples must be 1 where --eval_temperature is 0 (got "
+            yield (f"--eval_samples must be 1 if --eval_temperature is 0 (got "
                    f"{self.eval_samples}): all samples of a row would be equal.")
 
 

@@ -1,7 +1,7 @@
 """files.py: files written whole or not at all, and the run's folder.
 
 Rank 0 writes. A file is written under another name and then renamed, so a kill or a full disk
-leaves it whole or absent. metrics.jsonl alone is appended to, and `read` drops a last line that a
+leaves it whole or absent. Only metrics.jsonl is appended to, and `read` drops a last line that a
 kill cut off.
 
     runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
@@ -25,7 +25,7 @@ from errors import SettingsError
 # ---- files that are whole or absent ----
 
 class NotWritten(SettingsError):
-    """A file could not be written. The run ends with status 1, and the same command goes on from
+    """A file could not be written. The run ends with status 1, and the same command resumes from
     the last checkpoint."""
     status = 1
 
@@ -39,7 +39,7 @@ WAYS_OUT = {  # what would help, by the operating system's error; other errors s
 
 def not_written(path: str | Path, error: BaseException) -> NotWritten:
     """Returns the NotWritten for an error of the operating system, with what would help. Its number
-    is read from its text, because some libraries pass on the text alone."""
+    is read from its text, because some libraries pass on only the text."""
     said = re.search(r"(?:os error |Errno )(\d+)", str(error))
     works = WAYS_OUT.get(int(said[1])) if said else None
     return NotWritten(f"{path} cannot be written ({error})."
@@ -87,8 +87,8 @@ def as_lines(rows: list[dict]) -> str:
 
 
 def read(path: Path):
-    """Reads a .json file → its value; or a .jsonl file → the list of its lines, without a last one
-    that a kill cut off. SettingsError: it is not there, or damaged."""
+    """Returns the value of a .json file; or of a .jsonl file the list of its lines, without a last
+    one that a kill cut off. SettingsError: it is missing or damaged."""
     place = path
     try:
         text = path.read_text()
@@ -141,8 +141,8 @@ def choose_folder(args, now: datetime) -> Path:
 
 
 def lock(file, folder: Path, kind=fcntl.LOCK_EX) -> str | None:
-    """Locks a run's folder by its file .lock, until the file is closed or the process ends →
-    None, or why the disk has no locks. SettingsError: another run has the lock."""
+    """Locks a run's folder by its file .lock, until the file is closed or the process ends.
+    Returns None, or why the disk has no locks. SettingsError: another run has the lock."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -208,7 +208,7 @@ def rules(args):
             continue
         takes = inspect.signature(one.function).parameters
         if flag == "loss" and "others" in takes:  # it names each bound that it uses
-            yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
+            yield from (f"--{name} has no effect with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
         if flag == "advantage" and args.group < one.least:
             yield (f"--advantage {spec} compares the completions of a prompt, so --group must be "
@@ -257,12 +257,12 @@ class RunArgs(Flags):
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
         if plan.args.eval_args.eval_only and (self.target_reward or self.target_eval):
-            yield "--target_reward and --target_eval grade a training, and --eval_only has none."
+            yield "--target_reward and --target_eval grade training, and --eval_only does none."
         for name in "target_eval", "keep_best", "stop_at":
             if getattr(self, name) and not plan.args.eval_data:
                 yield f"--{name} needs --eval_data."
         if (self.keep_best or self.stop_at) and not plan.args.reward:
-            yield "--keep_best and --stop_at need --reward: pass@1 is a number of rewards."
+            yield "--keep_best and --stop_at need --reward: pass@1 is computed from rewards."
 
 
 @dataclass
@@ -374,7 +374,7 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
     --model --data --reward         what is trained, on which rows, and what a good answer gets
     --batch --group --max_tokens    prompts of a step, completions of each, tokens of each
     --lr --steps --update_tokens    the step's size, their number, and what fits into memory
-    --save_every                    steps between two checkpoints, from which the run goes on
+    --save_every                    steps between two checkpoints, from which a run resumes
 
 """
 
@@ -383,7 +383,7 @@ OF_A_CALL = frozenset("eval_only name ranks resume".split())  # a resumed run do
 
 
 def parse(kind: type, description: str):
-    """Reads the command line → the script's Args. If --name is an existing run of this script,
+    """Parses the command line into the script's Args. If --name is an existing run of this script,
     omitted flags keep the run's values, except those of OF_A_CALL. An error is printed as a
     sentence and exits with status 2; --metrics also prints and exits."""
     open_streams()
@@ -408,8 +408,8 @@ def parse(kind: type, description: str):
 
 def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], object]:
     """Joins the values of a list flag that is given several times, such as `--reward exact --reward
-    short:0.2` → the words, and the Args with what is not in them. default: None, or the Args of an
-    earlier run."""
+    short:0.2`. Returns the words, and the Args with the other values. default: None, or the Args of
+    an earlier run."""
     lists = {name: [] for name in lists_of(kind())}
     rest, here = [], None  # here: (words, values) of the list that is being read
     for word in words:
@@ -432,9 +432,9 @@ def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], objec
 
 
 def parse_again(kind: type, description: str, words: list[str], kept: dict):
-    """Reads the words again → Args. An omitted flag gets its value in `kept` (args.json), except
-    those of OF_A_CALL. Keys of `kept` that are no longer flags are ignored. SettingsError: a kept
-    value is no longer valid."""
+    """Parses the words again into Args. An omitted flag gets its value in `kept` (args.json), if
+    it is not in OF_A_CALL. Keys of `kept` that are no longer flags are ignored. SettingsError: a
+    kept value is no longer valid."""
     kept = {name: value for name, value in kept.items()
             if name in values_of(kind()) and name not in OF_A_CALL}
     texts, before = {}, []
@@ -452,8 +452,8 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
 
 
 def parse_words(kind: type, description: str, words: list[str], default=None):
-    """Reads the words of a command line → Args. SettingsError: tyro's message about a wrong word,
-    or the name here of another system's flag."""
+    """Parses the words of a command line into Args. SettingsError: tyro's message about a wrong
+    word, or the name here of another system's flag."""
     said = io.StringIO()
     words, default = as_one_list(kind, words, default)
     options = {} if default is None else {"default": default}

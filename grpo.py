@@ -2,19 +2,19 @@
 
     python grpo.py                                   one rank, the model of examples/tiny.py
     torchrun --nproc_per_node 4 grpo.py --batch 8    four ranks; any number gives the same update
-    python grpo.py --plan --ranks 64 --batch 512     the plan for 64 ranks; nothing is run
+    python grpo.py --plan --ranks 64 --batch 512     print the plan for 64 ranks, without training
 
 One step: the engine samples G completions for each of P prompts. Each completion gets a reward. Its
-advantage is its reward minus the mean reward of its group, the completions of the same prompt. The
-policy takes a gradient step that makes better completions more likely. There is no critic: the
-group is the baseline. (ppo.py is the same loop with a critic.) GRPO as in the paper also divides
-the advantage by the group's std and the loss by the completion's length, and adds a KL term:
+advantage is its reward minus the mean reward of its group, the completions of the same prompt. A
+gradient step then makes the better completions more likely. There is no critic: the group's mean is
+the baseline. (ppo.py is the same loop with a critic.) GRPO as in the paper also divides the
+advantage by the group's std and each completion's loss by its length, and adds a KL term:
 --advantage grpo --aggregation sequence --kl_loss_coef 0.04. Not implemented: process rewards, and
 periodic updates of the reference model.
 
 Read `train`, then `learn`. The formulas are in losses.py and variants/. Shapes: P prompts, G
 completions per prompt, N = P·G completions in request order, and M sampled tokens, concatenated
-over the completions. All are the same on every rank. A micro-batch has n of the M tokens.
+over the completions. Every rank has all of them. A micro-batch has n of the M tokens.
 """
 from contextlib import nullcontext
 from copy import deepcopy
@@ -44,22 +44,25 @@ class Args(flags.LossArgs, CommonArgs):
     advantage: str = "dr_grpo"
     """dr_grpo: R - group mean. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
     reinforce++: R, whitened over the tokens in the loss. reinforce++-baseline: R - mean, whitened.
-    Your own: FILE.py:NAME, such as variants/lite_ppo.py:lite_ppo, or maxrl and gdpo there."""
+    Your own: FILE.py:NAME, such as variants/lite_ppo.py:lite_ppo. variants/ also has maxrl, gdpo.
+    """
     advantage_eps: float = 1e-6
     """eps added to the std in --advantage (verl uses 1e-6, TRL 1e-4)."""
     loss: str = "clip"
     """clip: PPO's. gspo: one ratio per completion; needs bounds near 3e-4. cispo: a clipped ratio
     without gradient, times log π. reinforce: no ratio; one update per rollout. Your own:
-    FILE.py:NAME, such as variants/sapo.py:sapo, or gmpo, dppo, ipo, opsm and geometric there."""
+    FILE.py:NAME, such as variants/sapo.py:sapo. variants/ also has gmpo, dppo, ipo, opsm and
+    geometric."""
     kl_loss_coef: float = 0.0
-    """β of a KL term in the loss, relative to the starting model. 0: no KL term."""
+    """β: the coefficient of a KL term in the loss, relative to the starting model. 0: no KL term.
+    """
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
     """Expected gradients: k1: 0. k2: that of KL(π‖ref). k3 (GRPO): that of KL(ref‖π). k3_ratio
     (k3 times π/π_old): that of KL(π‖ref), even off-policy."""
     overlong_filter: bool = False
     """Exclude truncated completions from the loss. They still count in their group's mean."""
     dynamic_sampling: bool = False
-    """DAPO: train only on groups whose rewards differ, and sample more prompts to replace the rest.
+    """DAPO: train only on groups whose rewards differ; sample more prompts to replace the others.
     """
     refills: int = 3
     """Maximum number of extra rollouts per step with --dynamic_sampling."""
@@ -67,7 +70,7 @@ class Args(flags.LossArgs, CommonArgs):
 
     @property
     def advantage_uses_old(self) -> bool:
-        """Whether the advantage depends on log-probs from before the update."""
+        """Whether the advantage depends on log π_old."""
         return self.kl_reward_coef > 0 or flags.chosen("advantage", self.advantage).uses_old
 
     @property
@@ -87,16 +90,16 @@ class Args(flags.LossArgs, CommonArgs):
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")
         if self.dynamic_sampling and self.plan_args.strict:
-            yield ("--strict cannot hold with --dynamic_sampling, whose number of completions is "
-                   "not known before: give one of them.")
+            yield ("--strict cannot be combined with --dynamic_sampling, whose number of "
+                   "completions is not known in advance: remove one of them.")
         if self.kl_loss_coef and self.kl_reward_coef:
-            yield "--kl_loss_coef and --kl_reward_coef must not both be on: set one of them to 0."
+            yield "--kl_loss_coef and --kl_reward_coef cannot be combined: set one of them to 0."
         yield from flags.rules(self)
         yield from super().rules(plan)
 
 
 def train(args: Args) -> int:
-    """The loop → exit status. Every rank runs every line."""
+    """Runs the training loop and returns the exit status. Every rank runs every line."""
     run = set_up(args)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
@@ -104,7 +107,7 @@ def train(args: Args) -> int:
             break
 
         with run.log.time("step"):
-            # The engine takes the GPU and the policy's new weights; then the trainer gets it back.
+            # The engine gets the GPU and the new weights; afterwards the trainer gets the GPU back.
             with run.engine.generating(run.policy):
                 # 1. Rollout: G completions for each of P prompts.
                 prompts = run.stream.next(args.batch)
@@ -112,7 +115,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run.scorer, run.world, run.log, samples, args.group)
                 kept, refused = samples, {}
-                if args.dynamic_sampling:  # sample more, train on some of them
+                if args.dynamic_sampling:  # sample more prompts, and keep groups that differ
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
@@ -125,25 +128,26 @@ def train(args: Args) -> int:
 
         run.log.step(step + 1, metrics)
         run.record(step, samples)  # in samples/
-        run.log.watch(metrics)  # gradients that are not finite
-        run.after_step(step + 1)  # a checkpoint; after SIGTERM the end
+        run.log.watch(metrics)  # non-finite gradients
+        run.after_step(step + 1)  # save a checkpoint if due; exit after SIGTERM
     return run.finish()  # the last evaluation, the export, --target_reward
 
 
 def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr: float,
           reference: Policy | None = None, phase=nullcontext) -> dict[str, float]:
-    """Learns from N samples in --epochs x --minibatches optimizer steps → metrics.
+    """Updates the policy on N samples in --epochs x --minibatches optimizer steps, and returns the
+    metrics.
 
     Metrics and new weights are the same on every rank. Up to rounding, they do not depend on the
     number of ranks or on the budgets --update_tokens and --score_tokens. phase: a function that
-    takes a name and returns a context manager, which times it (Log.time).
+    takes a name and returns a context manager that times it (Log.time).
     """
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): tokens of each completion
 
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
-    # This is the default; `compute_advantages` has the others, some of them per token. Only those
-    # that depend on old log-probs need them here, for all completions.
+    # This is the default; `compute_advantages` has the others, some of which differ per token.
+    # If they depend on old log-probs, those are computed here, for all completions.
     old_logprobs = ref_logprobs = None  # (M,)
     if args.advantage_uses_old:
         with phase("score"):
@@ -151,12 +155,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
-    # If all advantages of a completion are 0, its loss is 0 for any weights of the policy, so from
-    # here on it is skipped: its `learns` is False. It still counts in the denominators of the
-    # weights below. But a KL or entropy term acts on every token in the loss, and so may a loss
-    # from --loss FILE.py:NAME. If you add such a term, include it here.
+    # If all advantages of a completion are 0, its loss is 0 for any policy, so it is skipped from
+    # here on: its `learns` is False. It still counts in the denominators of the weights below. But
+    # a KL or entropy term acts on every token in the loss, and so may a loss from --loss
+    # FILE.py:NAME. If you add such a term, include it here.
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each one's tokens
+    total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each completion's tokens
     learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
         with phase("score"):
@@ -166,23 +170,22 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch; --aggregation has others
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
-    # These weights are computed before `micros` splits the rows over ranks. FSDP is set to sum
-    # gradients over ranks (its default is the mean), so no correction factor is needed.
+    # The weights are computed before `micros` splits the rows over ranks. FSDP is configured to sum
+    # gradients over ranks (by default it averages), so no correction factor is needed.
     meter = Meter(world)
     policy_loss = flags.chosen("loss", args.loss).function  # from losses.py or a file
-    prompts = torch.arange(len(samples)) // args.group  # (N,): each one's prompt number
+    prompts = torch.arange(len(samples)) // args.group  # (N,): the prompt of each completion
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
-        if not weights.any():  # no loss, so no optimizer step
+        if not weights.any():  # no token in the loss, so no optimizer step
             meter.skipped += 1
             continue
-        # The metrics loss/… are divided by the weight of all tokens in the loss, other metrics by
-        # the weight of the computed tokens.
+        # Metrics loss/… are averaged over all tokens in the loss, the others over those computed.
         meter.in_loss += float(weights @ loss_tokens.double())
-        # With no rows left, still step on a zero gradient: momentum moves the weights.
+        # If no rows are left, still take the step: the gradient is 0, but momentum is not.
         rows = [r for r in rows if learns[r]]
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
@@ -195,7 +198,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
                                             **args.bounds)
-                if args.engine_correction != "none":  # only of the policy loss, not KL or entropy
+                if args.engine_correction != "none":  # of the policy loss, not of KL or entropy
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
@@ -207,20 +210,20 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 if args.entropy_coef:
                     details["loss/entropy"] = entropy
                     loss = loss - args.entropy_coef * entropy
-                policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
+                policy.backward((w * loss).sum())  # FSDP sums the gradients over ranks
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
 def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, reference, among=None):
-    """Returns log-probs of the sampled tokens before the update, from the policy and from the
+    """Returns the log-probs of the sampled tokens before the update, under the policy and under the
     reference model: (M,) each, in nats, or None if not needed.
 
     With one update per rollout, the update computes log π_old itself (unless the advantage needs
     it), and the ratio is exactly 1.
-    among (N,) bool: the completions to compute; tokens of the others are NaN. All ranks must call
-    it (a collective).
+    among (N,) bool: the completions to compute; the others' tokens are NaN. All ranks must call
+    this function (a collective).
     """
     def score(model, name: str):
         return batch.score(world, args.score_tokens, name, lambda micro: model.logprobs(
@@ -232,9 +235,9 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…:
-    batch sizes, and how many completions were dropped, by reason."""
+    batch sizes and the number of completions dropped, by reason."""
     scored = batch.scored  # (N,) bool
-    least = flags.chosen("advantage", args.advantage).least  # scored completions a group must have
+    least = flags.chosen("advantage", args.advantage).least  # scored completions a group needs
     has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & has_baseline & ~cut  # (N,)
@@ -251,8 +254,8 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """Returns the advantage of each token, (M,): by default, R - group mean for all tokens of a
-    completion."""
+    """Returns the advantage of each token, (M,): by default R - group mean, the same for all tokens
+    of a completion."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
@@ -284,7 +287,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
              for part in parse_rewards(list(args.reward))}
     chosen = flags.chosen("advantage", args.advantage)
     row = batch.per_token(torch.arange(len(rewards)))  # (M,)
-    own, given = deepcopy((rewards, dict(  # the function may write into them
+    own, given = deepcopy((rewards, dict(  # copies, because the function may modify them
         scored=batch.scored, eps=args.advantage_eps, parts=parts, trained=loss_tokens > 0, row=row,
         lengths=batch.tokens, old_logprobs=old_logprobs, engine_logprobs=batch.engine_logprobs,
         batch=batch)))
@@ -298,10 +301,11 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:
-    """DAPO's dynamic sampling → the samples to train on, and counts of the others, by reason.
+    """Applies DAPO's dynamic sampling. Returns the samples to train on, and the number of other
+    samples, by reason.
 
-    Keeps the groups whose rewards differ. While there are fewer than --batch, adds a rollout of new
-    prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, section 3.2
+    Keeps the groups whose rewards differ. While there are fewer than --batch, appends a rollout of
+    new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, section 3.2
     """
     kept, looked_at = [], 0
     for more in range(args.refills + 1):
@@ -322,7 +326,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
 
 
 def main() -> None:
-    """The command line."""
+    """Entry point of the command line."""
     args = parse(Args, __doc__)
     dist.run(show_plan if args.plan_args.plan else train, args)
 

@@ -38,7 +38,7 @@ VERSION = "transformers_version"  # the key of config.json that acts on nothing
 class Entry(NamedTuple):
     """One thing of which a run is made."""
     value: object  # as JSON has it
-    fixed: bool = False  # True: a resume with another value is refused. False: it is said
+    fixed: bool = False  # True: a resume with another value is refused. False: it is reported
     flag: bool = False  # whether it is the value of a flag
 
 
@@ -92,8 +92,8 @@ def compare(was: dict, now: dict[str, Entry], place: Path, step: int) -> list[st
             said.append(f"resumed with {'--' * flag}{name} {words(value)} (was {words(before)})")
     if wrong:
         raise SettingsError(f"{place} was made with other settings: {'; '.join(wrong)}. Would "
-                            f"work: those of before, or another --name.")
-    gone = [f"resumed without {name} {words(was[name])}, which is no setting any more"
+                            f"work: the previous settings, or another --name.")
+    gone = [f"resumed without {name} {words(was[name])}, which is no longer a setting"
             for name in was.keys() - now.keys() - {"changes", "commit"}]
     return gone + [f"{one} from step {step + 1} on" for one in said]
 

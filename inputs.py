@@ -44,8 +44,8 @@ class Inputs:
 
 
 def show_plan(args) -> int:
-    """Prints the plan of --plan, which needs no torchrun, GPU or weights → the exit status: 1 if
-    the run does not fit into memory, else 0."""
+    """Prints the plan of --plan, which needs no torchrun, GPU or weights. Returns the exit status:
+    1 if the run does not fit into memory, else 0."""
     if os.environ.get("RANK", "0") != "0":
         return 0
     size = args.plan_args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
@@ -87,7 +87,7 @@ def free_bytes() -> int:
 
 def read_files(args, ranks: int, local_size: int | None = None, began: str | None = None,
                weights: bool = True) -> Inputs:
-    """Checks flags and files → the Inputs of a run.
+    """Checks flags and files, and returns the Inputs of a run.
 
     local_size: ranks of a machine; None with --plan. began: the time that chat templates get if
     they ask for it; None: now. weights: whether the weights of a model of the hub are fetched too.
@@ -112,8 +112,8 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
-    """Checks the flags and loads the rewards once → a Pool, closed, that has what is known of them.
-    SettingsError: all mistakes of the flags together."""
+    """Checks the flags and loads the rewards once. Returns a closed Pool with what is known about
+    the rewards. SettingsError: all flag errors together."""
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
     found = rewards.Pool([], args)  # of no rewards
@@ -126,8 +126,8 @@ def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
 # ---- the model ----
 
 def open_model(name: str, flag: str, weights: bool = True):
-    """Opens a model by its name → (its folder, the model without weights, its tokenizer). If the
-    weights are on this machine, their names and shapes are compared with the model."""
+    """Opens a model by its name. Returns (its folder, the model without weights, its tokenizer).
+    If the weights are on this machine, their names and shapes are compared with the model."""
     folder = find_model(name, flag, weights)
     lm = model.skeleton(folder, flag=flag)
     if weights or Path(name).is_dir():
@@ -150,7 +150,7 @@ def find_model(name: str, flag: str = "model", weights: bool = True) -> str:
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
-        raise SettingsError(f"--{flag} {name} is not a model that tiny.py makes; it makes {known}.")
+        raise SettingsError(f"--{flag} {name} is not a model of tiny.py, which builds {known}.")
     try:
         return tiny.ensure("runs", task)
     except OSError as error:
@@ -182,6 +182,6 @@ def check_ends(args, inputs: Inputs) -> list[int]:
     if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
-        inputs.warnings[f"{said} Each goes on to --max_tokens. Would work: --stop."] = (
+        inputs.warnings[f"{said} Each runs on to --max_tokens. Would work: --stop."] = (
             "rollout/truncated_frac")
     return found

@@ -1,6 +1,6 @@
 """log.py: a run's output: lines, metrics, samples, the grade.
 
-Rank 0 writes. What only decorates a run (W&B, samples, the curve) never ends it.
+Rank 0 writes. A failure of optional output (W&B, samples, the curve) never ends a run.
 
 Top to bottom: Log (lines, metrics.jsonl, W&B), Meter (means of metrics over tokens), samples, and
 the grade at the end. metrics.py has the definition of every metric, files.py the run's folder.
@@ -42,7 +42,7 @@ LINE = {  # the metrics that are printed of a step, if they are there
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
 WANDB_OFF = "wandb is off from here"
-BAD_STEPS = 3  # after so many in a row without a finite gradient the run ends
+BAD_STEPS = 3  # after this many in a row with a non-finite gradient, the run ends
 
 
 def versions() -> dict[str, str]:
@@ -69,13 +69,13 @@ def duration(seconds: float) -> str:
 
 
 class Log:
-    """A run's folder and output. Every rank has a Log, and only that of rank 0 writes. steps: of
-    the whole run, for the time left. project: of Weights & Biases, or None."""
+    """A run's folder and output. Every rank has a Log, but only rank 0's writes. steps: of the
+    whole run, for the time left. project: of Weights & Biases, or None."""
 
     def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.bad_steps, self.writing = 0, world.rank == 0
-        self.rows: list[dict] = []  # those of metrics.jsonl
+        self.rows: list[dict] = []  # of metrics.jsonl
         self.times = defaultdict(float)  # {time/NAME: seconds in this step}
         self.wandb = None
         # Figures of an evaluation that are compared at the end, and the flag that grades each.
@@ -88,8 +88,8 @@ class Log:
 
     @contextmanager
     def decoration(self, what: str):
-        """A context for what only decorates a run (W&B, samples, the curve, the page). A failure
-        inside never ends the run: it becomes a line that begins with `what`."""
+        """Context manager for optional output (W&B, samples, the curve, the page). A failure inside
+        never ends the run: it prints a line that begins with `what`."""
         try:
             yield
         except Exception as error:
@@ -101,9 +101,9 @@ class Log:
     # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Makes the run's folder, and locks it until the process ends, so that no other run writes
-        there. Rows of metrics.jsonl from after `start` steps are removed, because a resumed run
-        makes these steps again. args and plan_text are written to args.json and plan.txt.
+        """Creates the run's folder, and locks it until the process ends, so no other run writes
+        there. Rows of metrics.jsonl after `start` steps are removed, because a resumed run repeats
+        these steps. args and plan_text are written to args.json and plan.txt.
         SettingsError: another run has the lock."""
         if not self.writing:
             return
@@ -111,8 +111,8 @@ class Log:
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
         if why := lock(self.lock, self.folder):
-            self.say(f"the disk of {self.folder} has no locks ({why}): start no second run of this "
-                     f"name")
+            self.say(f"the disk of {self.folder} has no locks ({why}): do not start a second run "
+                     f"with this name")
         if not start and steps_in(self.folder):
             self.move_aside()
         path = self.folder / "metrics.jsonl"
@@ -126,7 +126,7 @@ class Log:
 
     def move_aside(self):
         """Moves all files of the folder to runs/NAME.1, or the next number that is free. It is
-        called if they have steps, and no checkpoint from which to go on."""
+        called if they have steps but no checkpoint to resume from."""
         number = 1
         while (old := Path(f"{self.folder}.{number}")).exists():
             number += 1
@@ -136,12 +136,12 @@ class Log:
                 if path.name != ".lock":
                     path.rename(old / path.name)
             (self.folder / "samples").mkdir()
-        self.say(f"{self.folder} has steps, and no checkpoint to go on from: all of it is now in "
+        self.say(f"{self.folder} has steps but no checkpoint to resume from: its files are now in "
                  f"{old}/")
 
     def forget(self, start: int):
-        """Removes done.json, and the samples of what is made again: of steps and evaluations after
-        more than `start` steps."""
+        """Removes done.json, and samples of steps and evaluations after more than `start` steps,
+        which are repeated."""
         (self.folder / "done.json").unlink(missing_ok=True)
         for path in (self.folder / "samples").glob("*_*.jsonl"):
             step = path.stem.split("_", 1)[1]
@@ -156,8 +156,8 @@ class Log:
             write_whole(self.folder / "done.json", json.dumps(done))
 
     def evaluation(self, step: int) -> dict | None:
-        """Returns the row of the evaluation after `step` steps, on rank 0. None: it was not made,
-        or not to its end."""
+        """Returns the row of the evaluation after `step` steps, on rank 0. None: it was not made or
+        not completed."""
         return next((row for row in self.rows if is_evaluation(row) and row["step"] == step), None)
 
     def best(self) -> dict:
@@ -169,9 +169,8 @@ class Log:
     # ---- Weights & Biases ----
 
     def open_wandb(self, args: dict):
-        """Starts recording to Weights & Biases, offline if there is no key. The id has the time
-        when the run began, so a resumed run goes on there and a name that is used again is another
-        run."""
+        """Starts logging to Weights & Biases, offline if there is no key. The id contains the time
+        at which the run began: a resumed run continues there, and a reused name is a new run."""
         began = "".join(filter(str.isdigit, args["began"]))
         with self.decoration(WANDB_OFF):
             import wandb
@@ -182,7 +181,7 @@ class Log:
                 mode=None if known else "offline")
 
     def write_wandb(self, row: dict):
-        """Sends a row to Weights & Biases. Of an evaluation it sends eval/ alone, because its times
+        """Sends a row to Weights & Biases. Of an evaluation it sends only eval/, because its times
         would replace those of the step."""
         prefix = "eval/" if is_evaluation(row) else ""
         shown = {key: value for key, value in row.items() if key.startswith(prefix)}
@@ -199,7 +198,7 @@ class Log:
 
     @contextmanager
     def time(self, name: str):
-        """A context whose seconds are added to the metric time/NAME of this step."""
+        """Context manager that adds its duration to the metric time/NAME of this step."""
         began = time.monotonic()
         yield
         self.times[f"time/{name}"] += time.monotonic() - began
@@ -259,12 +258,12 @@ class Log:
         return "  ".join([f"step {at}", *shown])
 
     def watch(self, metrics: dict):
-        """Counts the steps in a row with an update whose gradient was not finite, and prints how
-        many. RuntimeError: they are BAD_STEPS."""
+        """Counts and prints consecutive steps with a non-finite gradient. Raises RuntimeError at
+        BAD_STEPS of them."""
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
-            self.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
+            self.say(f"{bad} updates had a non-finite gradient and were not applied; such "
                      f"steps in a row: {self.bad_steps}")
         if self.bad_steps >= BAD_STEPS:
             raise RuntimeError(f"{self.bad_steps} steps in a row had no finite gradient; a smaller "
@@ -352,9 +351,9 @@ SHORT.maxstring = 140  # characters
 
 
 def sample_row(s: Sample, decode=None) -> dict:
-    """Returns a sample as an object of samples/NAME.jsonl. With `decode`, the tokenizer's, the
-    prompt is the text of its ids, control tokens included, and the object has the lists of
-    `token_row` too."""
+    """Returns a sample as an object of samples/NAME.jsonl. With the tokenizer's `decode`, the
+    prompt is the text of its ids, including control tokens, and the object also has the lists of
+    `token_row`."""
     asked = s.prompt.row
     prompt = asked.prompt
     if decode:
@@ -376,7 +375,7 @@ def token_row(s: Sample, decode=None) -> dict:
     advantages = np.zeros(len(ids))
     advantages[sampled] = s.advantages
     numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
-    # A kind of completion may have more vectors with a number a token.
+    # A kind of completion may have more vectors with one number per token.
     numbers |= {name: x for name, x in vars(s.completion).items() if isinstance(x, np.ndarray)
                 and x.shape == sampled.shape and name not in ("ids", "logprobs", "sampled")}
     # Some tokenizers drop a space at the start: a token's text is the second of two.
@@ -387,7 +386,7 @@ def token_row(s: Sample, decode=None) -> dict:
 
 
 def short(row: dict) -> str:
-    """Returns a row of samples/ as a line of the screen."""
+    """Formats a row of samples/ as a printed line."""
     reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
     prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
     return f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}"
@@ -408,9 +407,9 @@ def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, dec
 # ---- how a run ended ----
 
 def grade(run_log: Log, flags) -> bool:
-    """Prints the mean reward of the first and the last steps and the evaluations before and after →
-    whether the run missed --target_reward or --target_eval. A target is reached if the number
-    before is at most its first value and the number after at least its second."""
+    """Prints the mean reward of the first and the last steps and the evaluations before and
+    after. Returns whether the run missed --target_reward or --target_eval. A target is reached if
+    the number before is at most its first value and the number after at least its second."""
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
@@ -440,7 +439,7 @@ def grade(run_log: Log, flags) -> bool:
         low, high = (best[f"eval/pass@1_{end}"] for end in ("low", "high"))
         run_log.say(f"kept checkpoints/step_{best['step']}, the best of {len(evaluations)} "
                     f"evaluations: pass@1 {best['eval/pass@1']:.3f} ({low:.3f} to {high:.3f}). The "
-                    f"best of several noisy numbers is too good: evaluate it on other rows")
+                    f"best of several noisy numbers is biased upwards: evaluate it on other rows")
     seconds = sum(row["time/step"] for row in steps)
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")

@@ -4,7 +4,7 @@
 definition of a metric.
 
 A run appends one JSON object per step to metrics.jsonl, and one per evaluation. Metrics are
-computed over all ranks: but for times and memory none depends on the number of ranks or on the
+computed over all ranks: except for times and memory, none depends on the number of ranks or on the
 token budgets. Numbers have ten digits, and a value that is not finite is null.
 """
 import textwrap

@@ -53,7 +53,7 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
 
 
 def in_chunks(function, chunk: int, *tensors):
-    """Applies `function` to tensors (n, …), at most `chunk` rows at once → a tuple of (n,).
+    """Applies `function` to tensors (n, …), at most `chunk` rows at once. Returns a tuple of (n,).
 
     With more than one chunk, the backward pass recomputes the logits, so memory is a few times
     chunk × V numbers instead of n × V.
@@ -302,8 +302,8 @@ class LogprobModel(Model):
         return logits[0]
 
     def plain(self, inputs, keep):
-        """Runs the forward of `plain_logits` → logits (1, m, V). transformers creates positions and
-        mask itself."""
+        """Runs the forward of `plain_logits`. Returns logits (1, m, V). transformers creates
+        positions and mask itself."""
         ids = inputs["input_ids"]
         return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
 
@@ -345,7 +345,7 @@ class Trained:
         return micro.inputs
 
     def run(self, micro: Micro, *inputs):
-        """Runs the module's forward on a micro-batch → the module's output. All ranks must call it
+        """Runs the module's forward on a micro-batch and returns its output. All ranks must call it
         (a collective)."""
         out = self.module(self.inputs(micro), micro.source, *inputs)
         if not torch.is_grad_enabled():  # FSDP frees the root's full weights in the backward pass
@@ -358,8 +358,8 @@ class Trained:
         loss.backward()
 
     def step(self, lr: float) -> float:
-        """Takes one AdamW step on the clipped gradient → the gradient norm before clipping. If the
-        norm is not finite, skips the step. All ranks must call it (a collective)."""
+        """Takes one AdamW step on the clipped gradient. Returns the gradient norm before clipping.
+        If the norm is not finite, skips the step. All ranks must call it (a collective)."""
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.param_groups[0]["lr"] = lr

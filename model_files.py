@@ -64,8 +64,8 @@ def find(model: str, flag: str = "model", weights: bool = True) -> str:
 
 
 def fetch(model: str, weights: bool) -> str:
-    """Fetches a repository of the hub → its local folder. It fetches the small files and, if
-    `weights` is True, those weight files that are the model (`weight_files`), no others."""
+    """Downloads a hub repository and returns its local folder. It downloads the small files and, if
+    `weights` is True, only those weight files that are the model (`weight_files`)."""
     folder, listed = snapshot_download(model, allow_patterns=FILES), None
     if not weights:
         return folder
@@ -94,7 +94,7 @@ def shape_from(lm) -> Shape:
 
 
 def config_of(folder: str, flag: str = "model"):
-    """Reads config.json → transformers' configuration object.
+    """Reads config.json and returns transformers' configuration object.
 
     SettingsError: it cannot be read, or it describes no language model that transformers loads from
     plain files (an unknown model_type, architectures of another class, quantized weights, an
@@ -179,16 +179,16 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """Compares `lm`, not sharded, with its files' headers → {name of `tensors`: name in the files}.
-    SettingsError: a tensor is missing, there twice, of another shape, or not of the model. A tied
-    head that was saved too must have the embedding's values, which are read for that."""
+    """Compares an unsharded `lm` with its files' headers. Returns {name of `tensors`: name in the
+    files}. SettingsError: a tensor is missing, duplicated, of another shape, or not of the model. A
+    tied head that was saved too must have the embedding's values, which are read for that."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
             with safe_open(path, "pt") as file:
                 here = {name: file.get_slice(name).get_shape() for name in file.keys()}
         except (SafetensorError, OSError) as error:
-            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
+            raise SettingsError(f"{path} is not a complete safetensors file ({error}).") from None
         if twice := sorted(here.keys() & shapes):
             raise SettingsError(f"{folder}: {homes[twice[0]].name} and {path.name} both have "
                                 f"{twice[0]}. Would work: the files of one save.")
@@ -221,9 +221,9 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 
 def load(lm, names: dict[str, str], folder: str):
-    """Fills a sharded model in place from the files, and converts to its dtypes. Each rank reads
-    its own rows alone. names: what `names_in_files` returned. A parameter that is not in it is in
-    no file, and stays as it is."""
+    """Loads a sharded model in place from the files, and converts to its dtypes. Each rank reads
+    only its own rows. names: what `names_in_files` returned. Parameters not in it are in no file,
+    and keep their values."""
     wanted = {names[name]: (first, rows) for name, rows, first in tensors(lm) if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:

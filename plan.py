@@ -432,11 +432,11 @@ class Memory:
         if self.fits:
             return f"fits: {total:.1f} of {room} at most, in {when}"
         if self.args.needs_engine and not self.holds:
-            return (f"does not fit: the engine's cache holds no sequence of {self.plan.longest:,} "
-                    "tokens. Would work: more --gpu_memory_utilization or --kv_cache_gb")
+            return (f"does not fit: the engine cannot cache a sequence of {self.plan.longest:,} "
+                    "tokens. Would work: a larger --gpu_memory_utilization or --kv_cache_gb")
         part = max(self.parts, key=lambda name: self.parts[name][column])
         least = dict.fromkeys(budgets(self.args), self.plan.longest)
-        works = "What makes it smaller: docs/use/memory_and_machines.md"
+        works = "How to reduce it: docs/use/memory_and_machines.md"
         for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
             plan = replace(self.plan, args=changed(self.args, **change))
             if type(self)(plan, self.shape, self.card, self.room).fits:
@@ -458,6 +458,6 @@ class Memory:
                  f"    {self.shape.params:,} parameters, {self.trained:,} are trained"]
         if self.args.needs_engine:
             lines.append(f"    the engine computes at most {self.holds:,} of the longest sequences "
-                         f"({self.plan.longest:,} tokens) at once; one call asks for "
+                         f"({self.plan.longest:,} tokens) at once; one call requests "
                          f"{self.plan.requests:,}")
         return "\n".join(lines)

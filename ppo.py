@@ -94,7 +94,7 @@ def rate(args: Args, step: int) -> float:
 
 
 def train(args: Args) -> int:
-    """The loop → exit status. Every rank runs every line."""
+    """Runs the training loop and returns the exit status. Every rank runs every line."""
     run = set_up(args)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
@@ -133,7 +133,7 @@ def train(args: Args) -> int:
 def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list[Sample], *,
           lr: float, critic_lr: float, kl_coef: float, reference: Policy | None = None,
           phase=nullcontext) -> dict[str, float]:
-    """Learns from N samples in --epochs x --minibatches updates of each model → metrics.
+    """Updates both models on N samples, --epochs x --minibatches times each; returns the metrics.
 
     Up to rounding, metrics and weights do not depend on the number of ranks or on the budgets. With
     lr 0 the policy does not change.

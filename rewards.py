@@ -140,7 +140,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
                             f"of --{pool.flag}:\n{failure}")
     if failure and not pool.warned:
         log.say(f"a completion has no reward, because of --{pool.flag}; rollout/unscored counts "
-                f"such ones (printed once):\n{failure}")
+                f"them (printed once):\n{failure}")
         pool.warned = True
 
 

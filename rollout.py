@@ -1,8 +1,8 @@
 """rollout.py: the colocated vLLM engine: new weights go in, completions come out.
 
-Each rank runs an engine in its own process, on the trainer's GPU. The two take turns:
-`Engine.generating` moves the trainer's tensors off the GPU, wakes the engine and gives it the new
-weights; afterwards the engine sleeps. With --tp K, K consecutive ranks form one engine.
+Each rank runs an engine in its own process, on the trainer's GPU. Engine and trainer take turns:
+`Engine.generating` moves the trainer's tensors off the GPU, wakes the engine and loads the new
+weights into it; afterwards the engine sleeps. With --tp K, K consecutive ranks form one engine.
 
 Each completion has its own seed, so up to rounding the samples do not depend on the number of ranks
 or on how requests are split over engines.
@@ -36,7 +36,7 @@ from settings import Count, Flags, Range
 
 @dataclass
 class EngineArgs(Flags):
-    """The vLLM engine. Only --stop changes the maths."""
+    """The vLLM engine. Only --stop changes what is computed."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; they are part of it."""
     tp: Count = 1
@@ -47,10 +47,10 @@ class EngineArgs(Flags):
     """Key-value cache in GiB. 0: on GPU, what --gpu_memory_utilization leaves after the weights; on
     CPU, what a step can use, at most 1."""
     max_num_seqs: Annotated[int, Range(0, 4096)] = 0
-    """Completions that one engine generates at once. 0: 1,024 on a GPU with at least 70 GiB, else
-    256."""
+    """Maximum number of completions that one engine generates at once. 0: 1,024 on a GPU with at
+    least 70 GiB, else 256."""
     sleep_level: Literal[0, 1, 2] = 2
-    """GPU memory that the engine frees while the trainer works. 2: weights and cache. 1: both, with
+    """GPU memory that the engine frees while the trainer runs. 2: weights and cache. 1: both, with
     a copy of the weights on the host. 0: none."""
     eager: bool = False
     """Disable CUDA graphs: faster startup, slower generation."""
@@ -76,13 +76,13 @@ class Request(NamedTuple):
 
 
 def hash_seed(*parts: int | str) -> int:
-    """Hashes its arguments to a 63-bit seed. With seed + i, as in vLLM's `n=k`, completions of
-    prompts with close seeds would share a seed."""
+    """Hashes its arguments to a 63-bit seed. With seed + i, as in vLLM's `n=k`, prompts with nearby
+    seeds would have completions with equal seeds."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Engine:
-    """vLLM in this process. All ranks must build it together (a collective).
+    """vLLM in this process. All ranks must construct it together (a collective).
 
     args: the script's Args. inputs: inputs.Inputs. log: log.Log, which times the phases. models:
     the policy and other models that share the GPU with the engine; they are already built.
@@ -98,10 +98,10 @@ class Engine:
         # The models whose tensors --offload may move.
         self.movable = [it for it in models if isinstance(it, Trained)]
         self.eos_ids = inputs.ends
-        self.metrics: dict[str, float] = {}  # of the last `sample`; set by parts
+        self.metrics: dict[str, float] = {}  # of the last call of `sample`; set by parts
         self.engine_count = assert_divisible(world.size, self.args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = args.max_tokens, args.seed, False
-        # {weight name: the engine's tensor}. None: not searched yet; {}: not found.
+        # {weight name: the engine's tensor}. None: not yet searched for; {}: not found.
         self.places = None
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
@@ -109,29 +109,29 @@ class Engine:
         # vLLM has no sleep mode on a CPU.
         self.sleep_level = self.args.sleep_level if self.on_gpu else 0
         if self.on_gpu:
-            self.make_room()  # LLM() measures how much memory is free
+            self.make_room()  # LLM() measures the free memory
         threads = torch.get_num_threads()
         self.llm = LLM(
             inputs.source, tokenizer=inputs.source,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.args.tp, dtype=self.dtype, max_model_len=max_len,
-            load_format="dummy",  # the first load() brings the real weights
+            load_format="dummy",  # the first load() copies the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, disable_log_stats=True,
             generation_config="vllm",  # not the model's own temperature, top_p, …
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=self.args.gpu_memory_utilization,
-            # From the plan. None: it found no room, and vLLM reports how much it needs.
+            # From the plan. None: nothing is left for it, and vLLM reports how much it needs.
             kv_cache_memory_bytes=int(inputs.kv_cache) or None, **self.options(max_len))
-        if self.on_gpu:  # LLM() sets one thread, which makes --cpu_offload's AdamW slow
+        if self.on_gpu:  # LLM() sets one thread, which would slow down --cpu_offload's AdamW
             torch.set_num_threads(threads)
 
     def options(self, max_len: int) -> dict:
         """Returns the arguments of vllm.LLM that differ between GPU and CPU. max_len: the longest
         sequence, in tokens."""
         tokens, seqs = engine_limits(self.args, card_bytes(), max_len)
-        # With chunked prefill, vLLM computes prompts in parts and rewinds their random generators.
-        # On CPU this fails in any call with more than 4,096 prompt tokens. None: vLLM's default.
+        # With chunked prefill, vLLM computes prompts in chunks and rewinds their random generators,
+        # which on a CPU fails in any call with more than 4,096 prompt tokens. None: the default.
         return {"enforce_eager": self.args.eager or not self.on_gpu,
                 "enable_chunked_prefill": None if self.on_gpu else False,
                 "block_size": None if self.on_gpu else block_tokens(None, max_len),
@@ -139,7 +139,7 @@ class Engine:
 
     @contextmanager
     def generating(self, policy: Policy):
-        """Context manager: inside, the engine has the GPU and the policy's weights; on exit, the
+        """Context manager in which the engine has the GPU and the policy's weights; on exit, the
         trainer gets the GPU back. All ranks must enter it (a collective)."""
         with self.log.time("sync"):
             if self.on_gpu:
@@ -167,15 +167,15 @@ class Engine:
             model.move(self.world.device)
 
     def load(self, policy: Policy) -> None:
-        """Gives the engine the policy's weights. All ranks must call it (a collective)."""
+        """Copies the policy's weights to the engine. All ranks must call it (a collective)."""
         with self.changing():
             self.take(policy.weights(self.dtype))
 
     @contextmanager
     def changing(self):
-        """Context manager for loading new weights into the engine. It wakes the engine's weights on
-        entry and its key-value cache, empty, on exit."""
-        if self.asleep:  # with the cache awake too, the weight sync may run out of memory
+        """Context manager for loading new weights into the engine. On entry it wakes the engine's
+        weights, on exit its key-value cache, which is then empty."""
+        if self.asleep:  # waking the cache here too could run out of memory during the sync
             self.llm.wake_up(tags=["weights"])
         yield
         if self.asleep:
@@ -184,16 +184,17 @@ class Engine:
         self.forget()
 
     def forget(self) -> None:
-        """Clears the prefix cache, which was computed with old weights: in an experiment, log-probs
-        after a stale prefix were wrong by 0.5 nats. RuntimeError: vLLM could not clear it."""
+        """Clears the prefix cache, which was computed with the old weights: in an experiment,
+        log-probs after a stale prefix were off by 0.5 nats. Raises RuntimeError if vLLM could not
+        clear it."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
         """Copies new weights, an iterator of (name, tensor), into the engine's tensors.
 
-        vLLM's loader does the copying. On a CPU, the first call then finds where the loader put
-        each weight; if all were found, later calls copy directly. All ranks must call it (a
+        vLLM's loader does the copying. On a CPU, the first call also finds out where the loader put
+        each weight; if it finds all of them, later calls copy directly. All ranks must call it (a
         collective).
         """
         if self.places:
@@ -204,24 +205,24 @@ class Engine:
         digests: dict[str, tuple] = {}
         if not self.on_gpu:
             weights = digested(weights, digests)
-        # All weights in one call: vLLM fuses layers (q, k and v), and a call with only some weights
-        # of a fused layer would leave the others wrong.
+        # All weights in one call: vLLM fuses layers (q, k and v), and a call with only some of the
+        # weights of a fused layer would corrupt the others.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        deque(weights, maxlen=0)  # `weights` is a collective: every rank must exhaust it
+        deque(weights, maxlen=0)  # iterating is a collective: every rank must exhaust `weights`
         if self.places is None and not self.on_gpu:
             [self.places] = self.llm.apply_model(partial(find_places, digests=digests))
 
     def finish_loading(self, model) -> None:
-        """Recomputes what vLLM derives from the weights, such as a packed copy of the head. model:
-        vLLM's."""
+        """Recomputes what vLLM derives from the weights of its `model`, such as a packed copy of
+        the head."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
         process_weights_after_loading(model, self.llm.model_config, self.world.device)
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """Samples `group` completions for each prompt → the samples of all ranks, in request order,
-        the same list on every rank. rewards.score_samples fills in their texts and scores. The
-        seeds depend on `purpose`, so an evaluation uses other random streams than training. All
+        """Samples `group` completions for each prompt. Returns the samples of all ranks in request
+        order, the same list on every rank; rewards.score_samples fills in their texts and scores.
+        Seeds depend on `purpose`, so evaluations and training use different random streams. All
         ranks must call it (a collective)."""
         owners = [prompt for prompt in prompts for _ in range(group)]
         requests = []
@@ -234,8 +235,8 @@ class Engine:
         return [Sample(*one) for one in zip(owners, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """Returns one completion per request, in order, the same list on every rank. Each engine
-        generates its share. All ranks must call it (a collective)."""
+        """Returns one completion per request, in request order, the same list on every rank. Each
+        engine generates its share. All ranks must call it (a collective)."""
         engine, tp_rank = divmod(self.world.rank, self.args.tp)
         mine = requests[share(len(requests), self.engine_count, engine)]
         completions = self.generate(mine, temperature)
@@ -243,22 +244,22 @@ class Engine:
         return self.world.gather(completions[share(len(mine), self.args.tp, tp_rank)])
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """Generates a completion for each request on this engine. Log-probs are in nats, under the
-        sampling distribution (after the temperature)."""
+        """Generates a completion for each request on this engine. Its log-probs, in nats, are those
+        of the sampling distribution (after the temperature)."""
         found = self.outputs(requests, temperature) if requests else []
         return [self.completion(output.outputs[0]) for output in found]
 
     def outputs(self, requests: list[Request], temperature: float, **options) -> list:
-        """Runs vLLM on the requests → its RequestOutput objects, in request order. options: further
-        arguments of vLLM's generate."""
+        """Runs vLLM on the requests and returns its RequestOutput objects, in request order.
+        options: further arguments of vLLM's generate."""
         from vllm import SamplingParams
         params = [SamplingParams(**self.sampling(r, temperature)) for r in requests]
         return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
 
     def sampling(self, request: Request, temperature: float) -> dict:
-        """Returns the arguments of vLLM's SamplingParams for a request. `logprobs=0` requests only
-        the log-prob of the sampled token. A completion ends at any of `eos_ids`, which replace
-        vLLM's own end token (ignore_eos)."""
+        """Returns the arguments of vLLM's SamplingParams for a request. With `logprobs=0`, vLLM
+        returns only the log-prob of the sampled token. A completion ends at any of `eos_ids`, which
+        replace vLLM's own end token (ignore_eos)."""
         stop = list(self.args.stop)
         return dict(
             temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,
@@ -267,13 +268,13 @@ class Engine:
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
     def prompts(self, requests: list[Request]) -> list[dict]:
-        """Returns the prompts of the requests in the format of vLLM's generate. A part may add to
-        them."""
+        """Returns the prompts of the requests in the format of vLLM's generate. Parts may add keys.
+        """
         return [{"prompt_token_ids": request.prompt_ids} for request in requests]
 
     def completion(self, output) -> Completion:
-        """Makes a Completion from vLLM's CompletionOutput. RuntimeError: its log-probs are missing
-        or not finite."""
+        """Converts vLLM's CompletionOutput to a Completion. Raises RuntimeError if log-probs are
+        missing or not finite."""
         ids = np.asarray(output.token_ids, dtype=np.int32)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
@@ -285,8 +286,8 @@ class Engine:
         """Shuts down the engine and the process group, unless the engine is asleep. It must be the
         last call of a run. All ranks must call it (a collective)."""
         self.world.end()  # without its barrier FSDP's threads may abort
-        # A sleeping engine ends with the process (dist.run): its shutdown would free memory that
-        # sleep has already freed, with a CUDA error for each block.
+        # A sleeping engine is left to the end of the process (dist.run): its shutdown would free
+        # memory that sleep has already freed, with a CUDA error for each block.
         if self.asleep:
             return
         self.llm.llm_engine.engine_core.shutdown()
@@ -295,30 +296,30 @@ class Engine:
 
 
 def digest(tensor: torch.Tensor) -> tuple:
-    """Returns the shape and a hash of the bytes of a tensor on the host. Two tensors with the same
-    digest are bitwise equal."""
+    """Returns the shape of a host tensor and a hash of its bytes. Tensors with equal digests are
+    bitwise equal."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return tuple(tensor.shape), hashlib.blake2b(data).digest()
 
 
 def digested(weights: Iterator, digests: dict[str, tuple]) -> Iterator:
-    """Yields the weights unchanged, and writes each one's digest into `digests` as it is read."""
+    """Yields the weights unchanged, and stores the digest of each in `digests`."""
     for name, tensor in weights:
         digests[name] = digest(tensor)
         yield name, tensor
 
 
 def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
-    """Finds where vLLM's model stores each loaded weight → {name: a parameter, or a view of some of
-    its rows}.
+    """Finds where vLLM's model stores each loaded weight. Returns {name: a parameter, or a view of
+    some of its rows}.
 
-    digests: {name: digest} of the weights. The result is {} if a weight or a parameter has no
-    bitwise match, because vLLM split it over ranks, transposed, scaled or packed it. A parameter
-    may have more rows than its weights (a padded vocabulary).
+    digests: {name: digest} of the weights. The result is {} if a weight or parameter has no bitwise
+    match because vLLM sharded, transposed, scaled or packed it. A parameter may have more rows than
+    its weights (a padded vocabulary).
     """
     packed, places = getattr(model, "packed_modules_mapping", {}), {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
-        # For example model.layers.0.self_attn + qkv_proj + weight: its rows are those of q_proj,
+        # For example, the rows of model.layers.0.self_attn + qkv_proj + weight are those of q_proj,
         # k_proj and v_proj, concatenated.
         path, _, kind = full_name.rpartition(".")
         path, _, layer = path.rpartition(".")
@@ -337,12 +338,12 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
 
 
 def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int, int]:
-    """Returns the maximum number of (prompt tokens computed in one pass, completions generated at
-    once), for the plan and the engine. card: bytes of the GPU; None on a CPU. longest: tokens of
-    the longest sequence, which on a CPU must fit in one pass.
+    """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the prompt tokens
+    computed in one pass and the completions generated at once, at most. card: bytes of the GPU;
+    None on a CPU. longest: tokens of the longest sequence, which on a CPU must fit in one pass.
 
-    These are vLLM's defaults (get_batch_defaults in engine/arg_utils.py), except on an A100 with 80
-    GB, where vLLM uses the smaller ones.
+    These are vLLM's defaults (get_batch_defaults in engine/arg_utils.py), except on an 80 GB A100,
+    where vLLM uses the smaller ones.
     """
     large = card and card >= 70 * 2**30
     seqs = args.max_num_seqs or (1024 if large else 256)
@@ -354,29 +355,29 @@ def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int
 def block_tokens(card: int | None, longest: int) -> int:
     """Returns the number of tokens per block of the key-value cache, for the plan and the engine.
 
-    The completions of a prompt share only its full blocks. With vLLM's default of 128 tokens on a
-    CPU, most prompts have none. Small blocks slow down long completions (bench/RESULTS.md), and
-    vLLM's attention on a CPU needs at least 32.
+    The completions of a prompt share only its full blocks. With vLLM's CPU default of 128 tokens,
+    most prompts have none. Small blocks slow down long completions (bench/RESULTS.md), and vLLM's
+    CPU attention needs at least 32.
     """
     return 16 if card else 32 if longest <= 1024 else 128
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     """Sets the environment variables that vLLM and its libraries read on import, unless already
-    set; silences a few warnings; and on a CPU patches vLLM in one place (in two with --tp > 1)."""
+    set; silences a few warnings; and, on a CPU, patches vLLM in one place (two with --tp > 1)."""
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
-        # vLLM would pin all ranks of a machine to the same cores. Compiling would add 10 s to the
-        # first call; TORCH_COMPILE_DISABLE would be too late: importing FSDP has already read it.
+        # vLLM would pin all ranks of a machine to the same cores. Compilation would add 10 s to the
+        # first call; TORCH_COMPILE_DISABLE is too late: importing FSDP has already read it.
         env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
-    if len(tempfile.gettempdir()) > 60:  # a socket's path has at most 107 characters
+    if len(tempfile.gettempdir()) > 60:  # a socket path has at most 107 characters
         env["VLLM_RPC_BASE_PATH"] = "/tmp"
     os.environ |= env | os.environ
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # no Triton on a CPU
         logging.getLogger(name).setLevel(logging.ERROR)
-    # vLLM works without these (audio, tracing) if their import fails, which saves a second.
+    # vLLM works without these (audio, tracing). Making their import fail saves a second.
     unseen = {"scipy.signal", "opentelemetry.exporter"} - sys.modules.keys()
     sys.modules |= dict.fromkeys(unseen)
     import vllm.entrypoints.llm  # noqa: F401
@@ -384,9 +385,9 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         del sys.modules[name]
     if gpu:
         return
-    # vLLM would repack each linear layer at each sync, and drop the weights that `take` copies
-    # into. torch's kernel uses them unpacked. With 106 million parameters, a sync takes 0.05 s of a
-    # core instead of 0.8, but 64 completions of 32 tokens 8.0 instead of 6.2 (bench/RESULTS.md).
+    # vLLM would repack each linear layer at each sync, and drop the tensors that `take` copies
+    # into. torch's kernel uses them unpacked. With 106 million parameters, a sync takes 0.05 core
+    # seconds instead of 0.8, but 64 completions of 32 tokens 8.0 instead of 6.2 (bench/RESULTS.md).
     from vllm.model_executor.layers.linear import LinearBase
     LinearBase._cpu_skip_gemm_dispatch = True
     if args.tp > 1:

@@ -37,7 +37,7 @@ from texts import reader
 # ---- set-up ----
 
 def set_up(args, kind=None) -> "Run":
-    """Sets up all that a loop needs → the Run. kind: its class. All ranks must call it."""
+    """Sets up what a loop needs and returns the Run. kind: its class. All ranks must call it."""
     # 1. Join the other ranks. `began` is when the run first started: chat templates may write it.
     world = dist.join(args.run_args.timeout)
     folder = world.together(files.choose_folder, args, world.began)
@@ -72,7 +72,7 @@ def introduce(run_log: log.Log, args, inputs: Inputs, saved: checkpoint.Saved | 
     world = run_log.world
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
-        after = "a kill" if save_every(args) else "SIGTERM"  # which alone saves then
+        after = "a kill" if save_every(args) else "SIGTERM"  # only that saves then
         what = "a new run"
         if saved:
             what = f"resumes after step {saved.state['step']} of {args.steps}, begun {began}"
@@ -99,8 +99,8 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 
 def again(world: dist.World, name: str) -> str:
-    """Returns the command that goes on with this run, whose flags are in args.json. If run.sh
-    started the run, STARTED_AS has the command."""
+    """Returns the command that resumes this run, whose flags are in args.json. If run.sh started
+    the run, STARTED_AS has the command."""
     named = f"--name {shlex.quote(name)}"
     if started := os.environ.get("STARTED_AS"):
         return f"{started} {named}"
@@ -175,7 +175,7 @@ class Run:
     scorer: rewards.Pool
     policy: model.Policy
     reference: object | None  # a Policy, or what has its `logprobs`; None: no KL term
-    critic: model.Critic | None  # ppo.py alone has one
+    critic: model.Critic | None  # only ppo.py has one
     engine: Engine | None = None  # None: nothing is sampled
     stop: dist.Stop | None = None  # the handler of SIGTERM; --eval_only has none
     start: int = 0  # steps that were done before
@@ -232,7 +232,7 @@ class Run:
 
     def evaluate(self, step: int) -> bool:
         """Evaluates --eval_data after `step` steps, and writes the metrics, unless an earlier start
-        of the run has done so → whether they reach --stop_at, so that the run ends. With
+        of the run has done so. Returns whether they reach --stop_at, so that the run ends. With
         --keep_best it saves if no earlier evaluation was as good. All ranks must call it (a
         collective)."""
         flags, metrics = self.args.run_args, self.world.gather([self.log.evaluation(step)])[0]
@@ -281,7 +281,7 @@ class Run:
             return
         if step:
             self.save(step)
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This resumes: "
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. To resume: "
                      f"{self.world.again}")
         self.close()
         sys.exit(dist.SAVED)
@@ -302,8 +302,8 @@ class Run:
 
     def finish(self) -> int:
         """Makes the last evaluation. After training it then exports the model, calls the parts'
-        end(run), grades the run, and writes done.json and curve.png → the exit status: 1 if a grade
-        was missed, else 0. All ranks must call it (a collective)."""
+        end(run), grades the run, and writes done.json and curve.png. Returns the exit status: 1 if
+        a grade was missed, else 0. All ranks must call it (a collective)."""
         missed, flags, end = False, self.args.run_args, self.end
         if self.reached is not None:
             end = self.reached
@@ -317,11 +317,11 @@ class Run:
             missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(end, flags.stop_at if self.reached is not None else None)
             log.draw_curve(self.log)
-        self.world.meet()  # rank 0 has written the files alone
+        self.world.meet()  # only rank 0 has written the files
         missed = self.world.any_rank(missed)
         if left := [text for text, metric in self.inputs.warnings.items()
                     if not metric or any(row.get(metric) for row in self.log.rows)]:
-            self.log.say(numbered("warnings that still hold:", left))
+            self.log.say(numbered("warnings that still apply:", left))
         files = sorted(path.name for path in self.log.folder.glob("[!.]*"))
         self.log.say(f"the run is in {self.log.folder}/ with {', '.join(files)}")
         self.close()

@@ -67,7 +67,7 @@ def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
 
 def ids_after(text: str, tokenizer) -> list[int]:
     """Returns the ids of a text that follows a control token. They may differ from the ids of the
-    text alone: after a control token some tokenizers put no space before the first word.
+    same text by itself: after a control token some tokenizers omit the space before the first word.
     """
     known = tokenizer.added_tokens_decoder.values()
     mark = next((t.content for t in known if t.special and not t.rstrip), "")

@@ -319,7 +319,7 @@ def work(fd: int, load=load, score=score) -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # A scheduler that ends a job sends SIGTERM to all of its processes. The trainer finishes its
-    # step, so a worker goes on. It may have ended what a reward forked: the answer does not count.
+    # step, so a worker continues. It may have ended what a reward forked: the answer is discarded.
     disturbed = []
     signal.signal(signal.SIGTERM, lambda *_: disturbed.append(True))
     os.register_at_fork(after_in_child=functools.partial(

@@ -236,7 +236,7 @@ def test_a_rank_that_fails_ends_the_others_also_where_no_signal_reaches_them(how
                 process.kill()
     assert [agent.returncode for agent in agents] == [1, 1], said
     lines = [line for text in said for line in text.splitlines()]
-    assert lines.count("error: another rank has failed, so this one ends") == 3, said
+    assert lines.count("error: another rank has failed, so this one exits") == 3, said
     first = [re.search("^ValueError: a bug|^error: ", text, re.M)[0] for text in said]
     assert how == "9" or "ValueError: a bug" in first, said
 
@@ -257,7 +257,7 @@ def test_a_rank_that_is_busy_or_ends_later_is_not_ended():
 
 
 @pytest.mark.parametrize("ending, status, words", [
-    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This resumes: ./run.sh --name x\n"),
+    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. To resume: ./run.sh --name x\n"),
     (SettingsError("a sentence"), 2, "error: a sentence\n"),
     (NotWritten("a sentence"), 1, "error: a sentence\n"),
     (ValueError("a bug"), 1, r"\[rank 0\] failed:\nTraceback.*"),
@@ -322,7 +322,7 @@ dist.run(main)
 
 @pytest.mark.parametrize("rank, number, status, said", [
     (0, 0, 2, "error: a sentence"), (1, 0, 2, "error: a sentence"),
-    (1, 9, 137, "error: rank 1 was ended by SIGKILL"), (0, 2, 130, "interrupted. This resumes: ")])
+    (1, 9, 137, "error: rank 1 was ended by SIGKILL"), (0, 2, 130, "interrupted. To resume: ")])
 def test_launch_adds_nothing_to_what_the_first_rank_says(tmp_path, rank, number, status, said):
     """torchrun adds a traceback, a table and its log: 23 to 35 lines."""
     (tmp_path / "main.py").write_text(QUIET)

@@ -122,7 +122,7 @@ def test_the_best_checkpoint_is_kept_and_a_goal_ends_the_run(life):
     found = {row["step"]: row["eval/pass@1"] for row in life.rows() if "eval/rows" in row}
     best = max(found, key=found.get)
     assert {path.name for path in life.run.glob("checkpoints/*")} == {f"step_{best}", "step_6"}
-    assert "too good" in life.text
+    assert "biased upwards" in life.text
     rows = life.rows()
     shutil.rmtree(life.run)
     for fault in "evaluate:0:2:SIGKILL", "saved:0:3:SIGKILL", "":
@@ -176,7 +176,7 @@ def test_sigterm_to_the_whole_job_saves_the_same_step(life, place, step, steps, 
     assert status == 75, life.text
     assert f"ended after {steps} of 4" in life.text, life.text
     assert faults.last(life.run) == steps
-    again = re.search(r"This resumes: .*--name (\S+)", life.text)[1]
+    again = re.search(r"To resume: .*--name (\S+)", life.text)[1]
     assert life.go("--name", again, steps=None, ranks=ranks) == 0, life.text
     life.same_as(life.alone(4, ranks))
 
@@ -289,7 +289,7 @@ class AnyLife(RuleBasedStateMachine):
         text = self.life.text
         assert status in (0, 1, 2, 75, 130, -9, 143, -15, 128 + 9), (status, text)
         if status == 75:
-            assert "This resumes: " in text and self.life.go(steps=None) == 0, self.life.text
+            assert "To resume: " in text and self.life.go(steps=None) == 0, self.life.text
 
     @rule(file=st.sampled_from([*SAID]))
     def edit_what_is_said(self, file):

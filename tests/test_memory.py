@@ -230,8 +230,8 @@ def test_what_is_kept_of_a_weight():
 
 
 @pytest.mark.parametrize("flags, said", [
-    (dict(kv_cache_gb=1e-4), "the engine's cache holds no sequence of 768 tokens. Would work: more "
-     "--gpu_memory_utilization or --kv_cac"),
+    (dict(kv_cache_gb=1e-4), "the engine cannot cache a sequence of 768 tokens. Would work: "
+     "a larger --gpu_memory_utilization or --kv_cac"),
     (dict(update_tokens=2**20), ".* GiB free per rank, in training. The largest part is micro-b")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)

@@ -142,7 +142,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
                          "--reward_timeout", "2", FAULTS="backward:*:0:nan save:1:3:full").end()
     seen = metrics(tmp_path / "runs/x")
     assert [row["step"] for row in seen] == [1, 2, 3, 4], text
-    assert "had a gradient that is not finite and were not applied" in text
+    assert "had a non-finite gradient and were not applied" in text
     assert seen[0]["grad/norm_not_finite"] in (1, 2)  # a minibatch may have no gradient
     assert sum(row["rollout/unscored"] for row in seen) == 4
     assert "a completion has no reward" in text
@@ -220,7 +220,7 @@ def test_a_run_that_is_asked_to_end_saves_and_ends(start, tmp_path, how):
     (os.killpg if "all" in how else os.kill)(attempt.process.pid, number)
     _, left = psutil.wait_procs(ranks_of_it, LONG)
     status, text = attempt.end()
-    assert not left and "This resumes: " in text, text
+    assert not left and "To resume: " in text, text
     assert text.count("interrupted") == interrupted and ("without" not in how or status == 75)
     if not interrupted:
         done, run = int(re.search(r"ended after (\d+) of 500", text)[1]), tmp_path / "runs/x"
@@ -256,7 +256,7 @@ def test_another_value_of_any_entry_is_refused_or_said(script, tmp_path):
     with pytest.raises(SettingsError, match="group was .*; seed was"):  # all in one sentence
         identity.compare(kept | {"group": 99, "seed": 99}, found, tmp_path, 7)
     assert identity.compare(kept | {"gone": 3}, found, tmp_path, 7) == [
-        "resumed without gone 3, which is no setting any more"]
+        "resumed without gone 3, which is no longer a setting"]
 
 
 @pytest.mark.parametrize("changes", [

@@ -374,7 +374,7 @@ FILES = [  # name, content, rows or words
     ("a.csv", "a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
     ("a.csv", 'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
     ("a.jsonl.gz", "", "or does not end in .jsonl, .json, .parquet, .csv."),
-    ("pipe.csv", None, "is no file on this machine"),  # it would be read for ever
+    ("pipe.csv", None, "is not a file on this machine"),  # it would be read for ever
     ("a.csv", "a,b\n", "has no rows")]
 
 
@@ -390,7 +390,7 @@ def test_a_file_is_read_as_it_is_written_or_its_mistake_is_named(
         path.write_bytes(content.encode())
     if isinstance(what, list):
         assert str(data.read(str(path))) == str((what, "me@lab: x@train/a"))
-        assert "is no file" in sentence(data.read, f"{path}@train.csv")
+        assert "is not a file" in sentence(data.read, f"{path}@train.csv")
     else:
         message = sentence(data.read, str(path))
         assert message.startswith(str(path)) and what in message and len(message) < 600
@@ -452,7 +452,7 @@ def without(): return [{"prompt": "a"}]
 @pytest.mark.parametrize("name, words", [
     ("empty", "must be a function of .* gave none"), ("gone", "must be .* has no gone"),
     ("broken", "raised KeyError in line 6 of .*own.py: 7"),
-    ("texts", "must be .*row 2 is 'b', which is no dict"),
+    ("texts", "must be .*row 2 is 'b', which is not a dict"),
     ("without", "must be .* takes 0 positional arguments but 1")])
 def test_a_function_of_a_seed_gives_the_rows_or_a_sentence_names_it(tmp_path, name, words):
     """It returns or yields dicts, in the place of a file; --data FILE.py:NAME."""

@@ -37,5 +37,5 @@ def try_once(args, rows: list, pool: Pool, warnings: dict) -> None:
     said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
     if why.startswith("TypeError: a reward must be "):  # worker.py raises it for a wrong result
         raise SettingsError(said)
-    warnings[f"{said}. It may be right for a real one; then rollout/unscored stays 0."] = (
+    warnings[f"{said}. It may work for real ones; then rollout/unscored stays 0."] = (
         "rollout/unscored")

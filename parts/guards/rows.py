@@ -32,5 +32,5 @@ def what_is_shared(rows: list[Row], eval_rows: list[Row], warnings: dict):
     known = {hash(repr(row.digested(str))) for row in rows}
     if shared := sum(hash(repr(row.digested(str))) in known for row in eval_rows):
         warnings[f"{shared:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data "
-                 "too, so an evaluation says little about other rows. Would work: rows that are "
+                 "too, so an evaluation says little about unseen rows. Would work: rows that are "
                  "held out."] = ""

@@ -1,31 +1,52 @@
-"""A flag of another system gets its name here; the page has the same table."""
+"""A flag of another system gets its name here, from the tables of two pages."""
+import re
+
 import pytest
 
 import flags
 import grpo
 from errors import SettingsError
-from families import ROOT
 from parts.other_systems import other_systems
 from settings import values_of
 
 
-def test_the_table_is_that_of_the_page():
-    """And no flag of another system is one of ours."""
-    page, flags_here = (ROOT / "docs/use/recipes.md").read_text(), values_of(grpo.Args()).keys()
-    for here, names in other_systems.OTHERS.items():
-        flag, _, note = here.partition(" ")
-        known = {system: theirs for system, *theirs in map(str.split, names.split(", "))}
-        cells = [f"`{flag}` {note}".strip()]
-        for system in "TRL", "verl", "OpenRLHF", "EasyR1":
-            theirs = known.pop(system, [])
-            cells.append(", ".join(f"`{name}`" for name in theirs))
-            assert not flags_here & {*theirs}
-        assert not known and f"\n| {' | '.join(cells)} |\n" in page and flag[2:] in flags_here
-    table = page.partition("\n| here |")[2].partition("\n\n")[0]
-    assert table.count("\n") == 1 + len(other_systems.OTHERS)
+def test_each_row_of_the_table_is_a_flag_here_and_no_other_name_is():
+    """And each of their names is answered with its row."""
+    flags_here = values_of(grpo.Args()).keys()
+    (_, *systems), *rows = other_systems.table(other_systems.FLAGS, "I come from another system")
+    assert systems == ["TRL", "verl", "OpenRLHF", "EasyR1"] and len(rows) == 30
+    for here, *cells in rows:
+        assert re.match(r"`--(\w+)`", here)[1] in flags_here
+        for system, cell in zip(systems, cells, strict=True):
+            for name in re.findall(r"`([^`]+)`", cell):
+                [sentence] = other_systems.ours(f"--{name}")
+                assert name not in flags_here and f"is {here.replace('`', '')}" in sentence
+                assert f"{system}'s" in sentence
+
+
+def test_the_words_of_the_table_of_errors_are_found(monkeypatch):
+    """Each is answered with its line of the page, without links; and without the page, with none.
+    """
+    table = other_systems.ERRORS.read_text().partition("## Errors of")[2].partition("\n## ")[0]
+    seen = 0
+    for line in re.findall(r"^\| .*`.* \|$", table, re.M):
+        words, here = line.strip("| ").split(" | ")
+        for word in re.findall(r"`(\w+)`", words):
+            for flag in f"--{word}", f"trainer.{word}=3":
+                [sentence], rest = other_systems.theirs([flag])
+                assert rest == [] and sentence.startswith(flag.partition("=")[0] + ": ")
+                told = sentence.partition(": ")[2]
+                assert "](" not in told and "`" not in told and told[:12] in here.replace("`", "")
+            seen += 1
+    assert seen >= 9
+    monkeypatch.setattr(other_systems, "ERRORS", other_systems.ERRORS.with_name("none.md"))
+    assert other_systems.theirs(["--infer_tp", "2"]) == ([], ["--infer_tp", "2"])
 
 
 @pytest.mark.parametrize("words, said", [
+    ("--num_generations_eval 8", "^--num_generations_eval: --eval_samples 8 --eval_temperature 1 "),
+    ("--load_best_model_at_end True --infer_tp=2", "(?s)^2 problems.*--keep_best.*: --tp 2"),
+    ("data.extra_info=x --bach 3", "(?s)^2 problems.*every column of a row is an argum.*--bach"),
     ("--num_generations 8", r"^TRL's --num_generations is --group here\.$"),
     ("--num-generations=3", "TRL's --num-generations is --group here"),
     ("--actor_rollout_ref.rollout.n=5", r"^verl's and EasyR1's --actor_rol\S+n is --group here\.$"),
