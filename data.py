@@ -25,12 +25,11 @@ from uuid import UUID
 import numpy as np
 from tqdm import tqdm
 
+from chat_template import Marks, marks_of, options_of, prompt_ids, prompt_text
 from errors import SettingsError, as_sentence
 from files import not_a_pointer
-from messages import CHATS, PROMPTS, answer_of, first_of, from_json, messages_of, not_null
-from part import ask
+from messages import CHATS, PROMPTS, answer_of, first_of, from_json, messages_of
 from settings import Count, Flags
-from texts import Marks, marks_of, prompt_ids, templated
 from worker import ROOT, find_file, load_file
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -167,7 +166,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
                             "messages.")
     if not finished:
         marks.check([messages, options])  # no control tokens of the template
-    text = messages[0]["content"] if finished else rendered(messages, tokenizer, options)
+    text = messages[0]["content"] if finished else prompt_text(messages, tokenizer, options)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; for plain text the tokenizer adds it.
@@ -218,68 +217,6 @@ def plain(value, column: str):
 def one_line(error) -> str:
     """Returns an error's message without line breaks."""
     return " ".join(str(error).split())
-
-
-# ---- the chat template ----
-
-# Columns that are refused if they hold a value of this type, because it belongs to the prompt and
-# would be left out. (A text column `history` is the school subject.)
-KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
-UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
-          "image": object}
-
-
-def rendered(messages: list[dict], tokenizer, options: dict) -> str:
-    """Returns the text that the model sees. A chat that ends with an assistant message is
-    continued. SettingsError: the template refuses the chat, writes nothing, or leaves out a message
-    whose role is neither user nor assistant, as some do with a system message or a tool's answer.
-    """
-    goes_on = messages[-1]["role"] == "assistant"
-    text = in_template(messages, tokenizer, options, add_generation_prompt=not goes_on,
-                       continue_final_message=goes_on)
-    if not text:
-        raise SettingsError("the chat template writes nothing for it.")
-    for m in messages:
-        said = m["content"].strip()
-        as_json = json.dumps(said, ensure_ascii=False)  # how Llama's template writes tool answers
-        if m["role"] not in ("user", "assistant") and said not in text and as_json not in text:
-            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
-    return text
-
-
-def in_template(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """Renders the messages with the chat template. Without a template, their texts are joined by
-    blank lines."""
-    if tokenizer.chat_template is None:
-        return "\n\n".join(m["content"] for m in messages)
-    return templated(messages, tokenizer, options, **more)
-
-
-def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
-    """Returns what the chat template gets besides the messages: a row's tools (schemas) and its
-    chat_template_kwargs. SettingsError: they have another format, the template has no place for
-    part of the row, or the row has a column of UNREAD."""
-    columns = not_null(columns)
-    tools, options = (from_json(columns.get(key)) for key in ("tools", "chat_template_kwargs"))
-    tools, options = tools or [], options or {}
-    if not isinstance(tools, list) or not all(isinstance(it, dict) for it in [*tools, options]):
-        raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
-                            f"not {tools!r:.300} and {options!r:.300}.")
-    if tools:
-        options = options | {"tools": tools}
-    for name, kind in UNREAD.items():
-        if columns.get(name) and isinstance(columns[name], kind):
-            raise no_place(name)
-    ask("check_chat", messages, options, tokenizer)
-    return options
-
-
-def no_place(name: str) -> SettingsError:
-    """Returns the error for a value that a chat template does not use."""
-    return SettingsError(
-        f"the chat template of the model has no place for {name}. Would work: rows without it, or "
-        "another model; docs/use/data_and_rewards.md has the forms, examples/convert.py converts "
-        "others.")
 
 
 # ---- where rows come from ----

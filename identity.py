@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from chat_template import render
 from dist import World
 from errors import SettingsError
 from log import versions
@@ -25,7 +26,6 @@ from model import compute_dtype
 from model_files import config_of, weight_files
 from rewards import parse
 from settings import groups, values_of
-from texts import templated
 from verifiers import REWARDS
 from worker import ROOT, find_file
 
@@ -142,7 +142,7 @@ def digest_of_tokenizer(tokenizer) -> str:
     backend, chats = getattr(tokenizer, "backend_tokenizer", None), []
     for roles in ("user", "system user", "user assistant user", "user assistant tool"):
         with suppress(SettingsError):  # the template refuses such a chat
-            chats.append(templated([{"role": role, "content": "QX7"} for role in roles.split()],
+            chats.append(render([{"role": role, "content": "QX7"} for role in roles.split()],
                                    tokenizer, {}) if tokenizer.chat_template else None)
     return digest([backend.to_str() if backend else sorted(tokenizer.get_vocab().items()), chats])
 

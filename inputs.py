@@ -16,11 +16,11 @@ import dist
 import model
 import model_files
 import rewards
+from chat_template import eos_ids
 from errors import Mistakes, SettingsError, as_sentence, numbered, tell
 from model_files import shape_from
 from part import ask, extended
 from plan import GIB, Plan, Shape, problems
-from texts import eos_ids
 
 
 @dataclass

@@ -20,6 +20,7 @@ import files
 import log
 import model
 import rewards
+from chat_template import reader
 from checkpoint import export_model
 from data import Stream
 from errors import Mistakes, SettingsError, numbered
@@ -32,7 +33,6 @@ from model_files import config_of
 from part import ask, extended
 from rollout import Engine
 from settings import save_every, values_of
-from texts import reader
 
 # ---- set-up ----
 

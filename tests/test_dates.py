@@ -1,7 +1,7 @@
 """The dates in a chat template are those of the run's clock, in each release of transformers.
 
 The right text is what transformers 5.19 makes of the template when `strftime_now` is a function of
-that clock. From 5.23 on a template gets no functions, so `texts.templated` gives it none.
+that clock. From 5.23 on a template gets no functions, so `chat_template.render` gives it none.
 """
 import json
 from datetime import datetime, timezone
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import texts
+import chat_template
 from errors import SettingsError
 from examples import tiny
 from templates import CHAT
@@ -53,7 +53,7 @@ def dated(template, options: dict | None = None, **more) -> str:
         return own(messages, **given)
 
     tokenizer.apply_chat_template = only_data
-    return texts.templated(CHAT, tokenizer, options or {}, **more)
+    return chat_template.render(CHAT, tokenizer, options or {}, **more)
 
 
 @given(pieces=st.lists(st.sampled_from([*DIRECTIVES, "%", "%Q", "%:z", "é", "'", '"', "\\", "\n",
@@ -92,5 +92,5 @@ def test_what_a_template_does_wrong_is_one_error(template):
 def test_without_a_clock_it_is_now():
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}"
-    before, text, after = datetime.now(), texts.templated(CHAT, tokenizer, {}), datetime.now()
+    before, text, after = datetime.now(), chat_template.render(CHAT, tokenizer, {}), datetime.now()
     assert f"{before:%Y-%m-%d}" <= text <= f"{after:%Y-%m-%d}"

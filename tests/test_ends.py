@@ -23,12 +23,12 @@ from tokenizers import (
 )
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+import chat_template
 import checkpoint
 import fakes
 import grpo
 import inputs
 import rollout
-import texts
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
@@ -44,7 +44,7 @@ THOUGHT = "<think>1</think><answer>2</answer>"
 
 def row_of(columns, tokenizer, ends=()):
     """The row that data.py makes of these columns."""
-    return make_row(0, columns, "", tokenizer, texts.marks_of(tokenizer, ends), DataArgs())
+    return make_row(0, columns, "", tokenizer, chat_template.marks_of(tokenizer, ends), DataArgs())
 
 
 def tags_in(tokenizer):
@@ -171,10 +171,10 @@ def check(tmp_path, seed: int):
     if generation:
         (tmp_path / "generation_config.json").write_text(generation)
     own = [to_id(t) for t in (pick["eos"], end) if t]
-    ends = texts.eos_ids(str(tmp_path), tokenizer)
+    ends = chat_template.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({*json.loads(named), *own})
     # The text. What sentencepiece would give is its own decoding.
-    written, reads = "a , b <think>1</think> n't", texts.reader(tokenizer, ends)
+    written, reads = "a , b <think>1</think> n't", chat_template.reader(tokenizer, ends)
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
@@ -241,9 +241,9 @@ def test_an_end_may_be_a_word_elsewhere():
     glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
     ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
-    assert texts.reader(glm, [0])(ids) == THOUGHT
+    assert chat_template.reader(glm, [0])(ids) == THOUGHT
     newline = glm("\n", add_special_tokens=False)["input_ids"]
-    assert texts.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
+    assert chat_template.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
 
 
 ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
@@ -258,7 +258,7 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat():
         row = row_of({"prompt": prompt}, tokenizer)
         assert not row.finished and prompt in row.prompt != prompt
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
-    assert "<think>" not in texts.marks_of(tokenizer).begins
+    assert "<think>" not in chat_template.marks_of(tokenizer).begins
 
 
 # ---- of a run

@@ -19,9 +19,9 @@ import flags
 import identity
 import inputs
 import model
+from chat_template import eos_ids
 from errors import SettingsError, tell
 from settings import changed, values_of
-from texts import eos_ids
 
 
 def find(run: Path, step: int | None) -> Path:

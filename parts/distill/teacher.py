@@ -2,12 +2,12 @@
 from dataclasses import dataclass, replace
 
 from batch import Batch
+from chat_template import marks_of
 from data import DataArgs, Row, make_row
 from errors import SettingsError
 from inputs import Inputs, open_model
 from model_files import shape_from
 from plan import UPDATE_HEAD, Memory, Phase
-from texts import marks_of
 
 HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_HEAD
 

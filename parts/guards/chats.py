@@ -5,7 +5,7 @@ message: https://github.com/OpenRLHF/OpenRLHF/issues/1228
 """
 from contextlib import suppress
 
-from data import in_template, no_place
+from chat_template import no_place, render
 from errors import SettingsError
 
 # Keys of a message, in OpenAI's format, that a template need not use; and OpenAI's roles.
@@ -20,7 +20,7 @@ def check_all_is_used(messages: list[dict], options: dict, tokenizer):
     def text_of(messages=messages, options=options) -> str | None:
         """Renders these messages with these options. None: the template raises an error."""
         with suppress(SettingsError):
-            return in_template(messages, tokenizer, options, add_generation_prompt=True)
+            return render(messages, tokenizer, options, add_generation_prompt=True)
 
     whole = text_of()
     if whole is None:

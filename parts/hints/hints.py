@@ -5,6 +5,7 @@
 import re
 
 import data
+from chat_template import KEYS
 from settings import changed, values_of
 from worker import find_file
 
@@ -72,7 +73,7 @@ def what_is_unread(args, rows: list[data.Row], reads: list[str]):
             texts, name = texts_in(value), column.lower()
             long = isinstance(value, list | dict) or len("".join(texts)) > LONG
             if (ASKED.search(name) or long and not BESIDE.search(name)) and not (
-                    column in reads or column in row.read.values() or column in data.KEYS
+                    column in reads or column in row.read.values() or column in KEYS
                     or f"{{{column}}}" in template
                     or re.search(rf"\b{re.escape(column)}\b", code)
                     or all(as_words(text.strip(), row.prompt) for text in texts)):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 
 import data
-from data import Row, options_of
+from chat_template import Marks, ids_after, options_of, prompt_ids, render, texts_of
+from data import Row
 from errors import SettingsError
 from messages import CHATS, PROMPTS, chat_of, first_of, from_json, messages_of, not_null
-from texts import Marks, ids_after, prompt_ids, templated, texts_of
 
 ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
 # A row that has both is learned by its solution, and scored by its answer.
@@ -100,8 +100,8 @@ def headed(row: Row, chat: list[dict], tokenizer, options: dict) -> Row:
     """The row whose prompt is what the template writes before the words of the chat's last
     message, or without a template the messages before it."""
     plain = tokenizer.chat_template is None
-    header = data.in_template(chat[:-1], tokenizer, options) if plain else commonprefix([
-        templated([*chat[:-1], {"role": chat[-1]["role"], "content": words}], tokenizer, options)
+    header = render(chat[:-1], tokenizer, options) if plain else commonprefix([
+        render([*chat[:-1], {"role": chat[-1]["role"], "content": words}], tokenizer, options)
         for words in ("0", "1")])
     ids = prompt_ids(header or "0", tokenizer, plain)
     words = [] if header else tokenizer("0", add_special_tokens=False)["input_ids"]
@@ -153,8 +153,8 @@ def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict,
         if is_learned(message):
             chat, before = [*asked, *replies[:k + 1]], header
             if k or header is None:
-                before = templated(chat[:-1], tokenizer, options, add_generation_prompt=True)
-            yield message, before, templated(chat, tokenizer, options)
+                before = render(chat[:-1], tokenizer, options, add_generation_prompt=True)
+            yield message, before, render(chat, tokenizer, options)
 
 
 def plain_texts(prompt: str, replies: list[dict], tokenizer):

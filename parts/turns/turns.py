@@ -18,13 +18,13 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from batch import Completion
+from chat_template import ids_after, marks_of, reader, render, texts_of
 from data import Prompt, Row
 from errors import SettingsError
 from parts.turns.replies import Move
 from rewards import Answer, Pool, check_rows, report
 from rollout import Engine, Request, hash_seed
 from settings import Count, Flags, values_of
-from texts import ids_after, marks_of, reader, templated, texts_of
 from worker import ROOT, Part, find_file
 
 TOGETHER = 64  # calls of an `async def` that a worker gets at once
@@ -127,7 +127,7 @@ class Bridge:
         if self.system is not None:
             chat = [{"role": "system", "content": self.system}, *chat]
         try:
-            return templated(chat, self.tokenizer, {}, add_generation_prompt=goes_on)
+            return render(chat, self.tokenizer, {}, add_generation_prompt=goes_on)
         except (SettingsError, ValueError, KeyError) as error:
             roles = ", ".join(m["role"] for m in chat)
             raise SettingsError(f"--reply: the chat template takes no messages of the roles "

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import chat_template
 import data
 import fakes
 import families
@@ -14,7 +15,6 @@ import inputs
 import model
 import plan
 import ranks
-import texts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
@@ -208,7 +208,8 @@ def test_a_teacher_has_the_tokenizer_of_the_model(tmp_path):
 def test_the_teachers_prompt_has_more_in_it():
     """It is not shorter than the row's own, and a row with another one is another row."""
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
-    row = data.make_row(0, columns, "made up", tokenizer, texts.marks_of(tokenizer), DataArgs())
+    marks = chat_template.marks_of(tokenizer)
+    row = data.make_row(0, columns, "made up", tokenizer, marks, DataArgs())
     made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     other, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {question}")

@@ -1,7 +1,8 @@
-"""texts.py: the chat template, and the control tokens that begin and end messages.
+"""chat_template.py: the chat template, and the control tokens that begin and end messages.
 
-`templated` applies the chat template. The functions after it find the control tokens that begin and
-end messages, and convert between texts and token ids with respect to them.
+`render` applies the chat template, and `prompt_text` gives the text of a prompt. The functions
+after them find the control tokens that begin and end messages, and convert between texts and token
+ids with respect to them.
 
 "ids" are token ids. A control token is one of the tokenizer's added tokens, such as <|im_end|>.
 """
@@ -16,6 +17,8 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 
 from errors import SettingsError
+from messages import from_json, not_null
+from part import ask
 
 # transformers 5.23 and newer give a template a text in place of a function. So `strftime_now` is a
 # macro: it finds what the clock says in a dict, and raises an error for a format that is missing.
@@ -23,13 +26,21 @@ MISSING = "strftime_now has no text for the format "
 DATED = ("{% macro strftime_now(format) %}{{ strftime_texts[format] if format in strftime_texts "
          f"else raise_exception('{MISSING}' ~ format) }}}}{{% endmacro %}}\n")
 
+# Columns that are refused if they hold a value of this type, because it belongs to the prompt and
+# would be left out. (A text column `history` is the school subject.)
+KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
+UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
+          "image": object}
 
-def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """Returns the text that the chat template makes of the messages. The template's function
-    `strftime_now` reads the attribute `clock` of the tokenizer, which inputs.py sets to the time at
-    which the run began. options, more: further arguments of the template. Raises a SettingsError if
+
+def render(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    """Returns the text that the chat template makes of the messages. Without a template, their
+    texts are joined by blank lines. The template's function `strftime_now` reads the attribute
+    `clock` of the tokenizer, which inputs.py sets to the time at which the run began. options, more: further arguments of the template. Raises a SettingsError if
     the template raises an error.
     """
+    if tokenizer.chat_template is None:
+        return "\n\n".join(m["content"] for m in messages)
     clock, texts = getattr(tokenizer, "clock", datetime.now().strftime), {}
     while True:  # once more for each format that the template asks for
         try:
@@ -45,6 +56,51 @@ def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
             if not missing or form in texts:
                 raise SettingsError(f"the chat template: {error}") from error
             texts[form] = clock(form)
+
+
+def prompt_text(messages: list[dict], tokenizer, options: dict) -> str:
+    """Returns the text that the model sees. A chat that ends with an assistant message is
+    continued. SettingsError: the template refuses the chat, writes nothing, or leaves out a message
+    whose role is neither user nor assistant, as some do with a system message or a tool's answer.
+    """
+    goes_on = messages[-1]["role"] == "assistant"
+    text = render(messages, tokenizer, options, add_generation_prompt=not goes_on,
+                  continue_final_message=goes_on)
+    if not text:
+        raise SettingsError("the chat template writes nothing for it.")
+    for m in messages:
+        said = m["content"].strip()
+        as_json = json.dumps(said, ensure_ascii=False)  # how Llama's template writes tool answers
+        if m["role"] not in ("user", "assistant") and said not in text and as_json not in text:
+            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
+    return text
+
+
+def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
+    """Returns what the chat template gets besides the messages: a row's tools (schemas) and its
+    chat_template_kwargs. SettingsError: they have another format, the template has no place for
+    part of the row, or the row has a column of UNREAD."""
+    columns = not_null(columns)
+    tools, options = (from_json(columns.get(key)) for key in ("tools", "chat_template_kwargs"))
+    tools, options = tools or [], options or {}
+    if not isinstance(tools, list) or not all(isinstance(it, dict) for it in [*tools, options]):
+        raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
+                            f"not {tools!r:.300} and {options!r:.300}.")
+    if tools:
+        options = options | {"tools": tools}
+    for name, kind in UNREAD.items():
+        if columns.get(name) and isinstance(columns[name], kind):
+            raise no_place(name)
+    ask("check_chat", messages, options, tokenizer)
+    return options
+
+
+def no_place(name: str) -> SettingsError:
+    """Returns the error for a value that a chat template does not use."""
+    return SettingsError(
+        f"the chat template of the model has no place for {name}. Would work: rows without it, or "
+        "another model; docs/use/data_and_rewards.md has the forms, examples/convert.py converts "
+        "others.")
 
 
 # ---- what begins and what ends ----
@@ -155,7 +211,7 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
         text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
         if tokenizer.chat_template:
             with suppress(SettingsError, ValueError, KeyError):  # the template refuses such a chat
-                text = templated(chat, tokenizer, {})
+                text = render(chat, tokenizer, {})
         runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
                 for part in text.split("QX7")]
         return [re.findall(token, run) for run in runs] + [[]] * 3
