@@ -36,8 +36,9 @@ UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "i
 def render(messages: list[dict], tokenizer, options: dict, **more) -> str:
     """Returns the text that the chat template makes of the messages. Without a template, their
     texts are joined by blank lines. The template's function `strftime_now` reads the attribute
-    `clock` of the tokenizer, which inputs.py sets to the time at which the run began. options, more: further arguments of the template. Raises a SettingsError if
-    the template raises an error.
+    `clock` of the tokenizer, which inputs.py sets to the time at which the run began.
+    options, more: further arguments of the template. Raises a SettingsError if the template raises
+    an error.
     """
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)

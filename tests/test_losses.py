@@ -291,12 +291,12 @@ advantage=variants/gdpo.py:gdpo kl_reward_coef=4 | normalizes each reward of --r
 loss=variants/gmpo.py:gmpo engine_correction=truncate | has one ratio for a completion, and --engin
 loss=variants/gmpo.py:gmpo advantage=reinforce++ kl_reward_coef=0.1 | has an advantage for each tok
 loss=variants/geometric.py:geometric engine_correction=mask | does not combine with --engine_correc
-loss=cispo dual_clip=3.0 | --dual_clip does nothing
-loss=reinforce dual_clip=3.0 | --dual_clip does nothing
-loss=variants/sapo.py:sapo dual_clip=3.0 | --dual_clip does nothing
-loss=variants/gmpo.py:gmpo dual_clip=3.0 | --dual_clip does nothing
-loss=variants/dppo.py:dppo dual_clip=3.0 | --dual_clip does nothing
-loss=variants/ipo.py:ipo dual_clip=3.0 | --dual_clip does nothing
+loss=cispo dual_clip=3.0 | --dual_clip has no effect
+loss=reinforce dual_clip=3.0 | --dual_clip has no effect
+loss=variants/sapo.py:sapo dual_clip=3.0 | --dual_clip has no effect
+loss=variants/gmpo.py:gmpo dual_clip=3.0 | --dual_clip has no effect
+loss=variants/dppo.py:dppo dual_clip=3.0 | --dual_clip has no effect
+loss=variants/ipo.py:ipo dual_clip=3.0 | --dual_clip has no effect
 loss=mine.py | Would work: clip, gspo, cispo, reinforce, or a function of a file
 loss=mine.py:bad | needs a function bad(logp, old, A, row, *, n_rows, engine
 advantage=mine.py:good | needs a function good(rewards, group, *, scored, eps

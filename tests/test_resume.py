@@ -375,7 +375,7 @@ def test_steps_without_a_checkpoint_are_moved_aside_and_named(tmp_path, capsys):
         (tmp_path / "x/samples/step_00001.jsonl").touch()
     with opened(tmp_path / "x") as again:
         assert not again.rows and not files.read(tmp_path / "x/metrics.jsonl")
-    assert f"all of it is now in {tmp_path}/x.1/" in capsys.readouterr().out
+    assert f"its files are now in {tmp_path}/x.1/" in capsys.readouterr().out
     assert [row["n"] for row in files.read(tmp_path / "x.1/metrics.jsonl")] == [1]
     assert (tmp_path / "x.1/samples/step_00001.jsonl").exists()
 
