@@ -34,5 +34,5 @@ def test_a_folder_called_as_rows_that_are_made_hides_nothing(tmp_path, monkeypat
     for name in "tiny", "reasoning_gym":
         Path(name).mkdir()
     assert len(inputs.read_files(fakes.args(), 1).rows) > 100
-    with pytest.raises(SettingsError, match="./tiny is no file"):
+    with pytest.raises(SettingsError, match="./tiny is not a file"):
         inputs.read_files(fakes.args(data="./tiny"), 1)
