@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 import faults
 from forked import PYTHON
-from life import ADVANTAGE, FLAGS, LOSS, REWARD, ROOT, Life, lines
+from life import ADVANTAGE, LOSS, REWARD, ROOT, Life, lines
 
 
 @pytest.fixture
@@ -201,10 +201,10 @@ def test_a_kill_is_no_kill(life, number):
 
 def test_a_run_that_another_process_writes_is_refused_first(life):
     """Before its rows are read, which took 12 s."""
-    process = life.start(*Life.flags(), "--name", "x", "--steps", "4", FAULTS="rollout:0:1:hang")
+    process = life.start(*life.flags(), "--name", "x", "--steps", "4", FAULTS="rollout:0:1:hang")
     while not (life.run / "checkpoints/step_1").exists():
         time.sleep(0.05)
-    assert life.command(*Life.flags(), "--name", "x") == 2, life.text
+    assert life.command(*life.flags(), "--name", "x") == 2, life.text
     assert "another run is writing runs/x" in life.text and "prompts kept" not in life.text
     assert life.command("--name", "x", "--eval_only") == 0, life.text  # it only reads
     process.kill()
@@ -268,10 +268,12 @@ TOOLS = ["report.py runs/x --out page.html", "samples.py runs/x", "score.py runs
 class AnyLife(RuleBasedStateMachine):
     """What may happen to the folder of a run, in any order. `Life.go` holds what must hold."""
 
+    kind = Life
+
     def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory(prefix="life-")
-        self.life, self.edits = Life(Path(self.folder.name)), 1
+        self.life, self.edits = self.kind(Path(self.folder.name)), 1
 
     @rule(steps=st.integers(1, 6), full=st.booleans())
     def start(self, steps, full):
@@ -341,7 +343,7 @@ class AnyLife(RuleBasedStateMachine):
     def copy_it(self):
         """A copy is resumed as the run would be."""
         shutil.copytree(self.life.run, copy := self.life.place / "runs/y", dirs_exist_ok=True)
-        status = self.life.command(*FLAGS, "--name", "y", "--steps", "6")
+        status = self.life.command(*self.life.flags(), "--name", "y", "--steps", "6")
         assert status in (0, 2), self.life.text
         shutil.rmtree(copy)
 
