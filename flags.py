@@ -248,8 +248,6 @@ class RunArgs(Flags):
     """End the run after an evaluation with at least this pass@1, as after the last step."""
     samples_every: Count = 10
     """Steps between printing a few completions and saving all of them in samples/."""
-    wandb: str | None = None
-    """A Weights & Biases project, such as samestep. Offline without a key."""
     target_reward: tuple[Number, Number] | None = None
     """Exit with status 1 unless the mean reward of the first 3 steps is at most the first number,
     and that of the last 10 at least the second."""
