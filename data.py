@@ -14,7 +14,6 @@ import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -29,6 +28,7 @@ from tqdm import tqdm
 from errors import SettingsError, as_sentence
 from files import not_a_pointer
 from messages import CHATS, PROMPTS, answer_of, first_of, from_json, messages_of, not_null
+from part import ask
 from settings import Count, Flags
 from texts import Marks, marks_of, prompt_ids, templated
 from worker import ROOT, find_file, load_file
@@ -222,9 +222,6 @@ def one_line(error) -> str:
 
 # ---- the chat template ----
 
-# Keys of a message, in OpenAI's format, that a template need not use; and OpenAI's roles.
-MAY_BE_UNUSED = ("role", "content", "name", "tool_call_id", "weight")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Columns that are refused if they hold a value of this type, because it belongs to the prompt and
 # would be left out. (A text column `history` is the school subject.)
 KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
@@ -273,40 +270,8 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
     for name, kind in UNREAD.items():
         if columns.get(name) and isinstance(columns[name], kind):
             raise no_place(name)
-    check_all_is_used(messages, options, tokenizer)
+    ask("check_chat", messages, options, tokenizer)
     return options
-
-
-def check_all_is_used(messages: list[dict], options: dict, tokenizer):
-    """Raises a SettingsError if the chat template ignores an option, or an unusual key or role of a
-    message: the text is the same without it (a switch: with its opposite; a role: with another
-    name). Skipped if the template refuses the whole chat: its own error is clearer (`rendered`)."""
-    def text_of(messages=messages, options=options) -> str | None:
-        """Renders these messages with these options. None: the template raises an error."""
-        with suppress(SettingsError):
-            return in_template(messages, tokenizer, options, add_generation_prompt=True)
-
-    whole = text_of()
-    if whole is None:
-        return
-    for key, value in options.items():
-        others = [{name: it for name, it in options.items() if name != key}]
-        if isinstance(value, bool):  # only the opposite of a switch's default changes the text
-            others.append(options | {key: not value})
-        if all(text_of(options=other) == whole for other in others):
-            raise no_place(key)
-    unusual = [key for m in messages for key, value in m.items()
-               if key not in MAY_BE_UNUSED and value not in (None, "", [], {})]
-    for key in dict.fromkeys(unusual):
-        without = [{name: it for name, it in m.items() if name != key} for m in messages]
-        if text_of(without) == whole:
-            raise no_place(key)
-    for role in {m["role"] for m in messages} - {*ROLES}:
-        renamed = [m | {"role": "QX7"} if m["role"] == role else m for m in messages]
-        text = text_of(renamed)
-        # A template that merely copies the role's name writes the same text with any other name.
-        if text and text.replace("QX7", role) == whole:
-            raise no_place(role)
 
 
 def no_place(name: str) -> SettingsError:

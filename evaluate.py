@@ -4,8 +4,9 @@ An evaluation samples --eval_samples completions of each row of --eval_data and 
 completion passes when the first --reward that applies to its row is at least --eval_pass. The seed
 of a completion depends on its row and not on the step, so evaluations of two policies are paired.
 
-`sampled_metrics` is the whole evaluation. The other functions compute its metrics.
+`sample_rows` makes the completions. The other functions compute their metrics.
 """
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
 from typing import ClassVar
@@ -14,9 +15,8 @@ import numpy as np
 
 import losses
 from batch import Batch, Sample
-from data import Prompt
-from log import write_samples
-from rewards import Score, score_samples
+from data import Prompt, Row
+from rewards import Pool, Score, score_samples
 from settings import Count, Flags, Number
 
 
@@ -56,22 +56,18 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
-def sampled_metrics(run, step: int) -> dict[str, float]:
-    """Samples and scores completions of the rows of --eval_data, writes them to samples/eval_STEP,
-    and returns the metrics of `evaluation_metrics`. All ranks must call it (a collective).
+def sample_rows(engine, pool: Pool, rows: list[Row], args) -> Iterator[list[Sample]]:
+    """Samples and scores --eval_samples completions of each row, and yields them in batches of
+    about as many as a step has. engine: a rollout.Engine inside its `generating`. args: the
+    script's. All ranks must exhaust it (a collective).
     """
-    args, samples = run.args.eval_args, []
-    prompts = [Prompt(i, row) for i, row in enumerate(run.inputs.eval_rows)]
-    size = max(1, run.args.batch * run.args.group // args.eval_samples)  # as many as in a step
-    with run.log.time("eval"), run.engine.generating(run.policy):
-        for start in range(0, len(prompts), size):
-            run.end_if_asked(step)  # after SIGTERM
-            some = run.engine.sample(prompts[start:start + size], args.eval_samples,
-                                     args.eval_temperature, "eval")
-            score_samples(run, some, args.eval_samples)
-            samples += some
-    write_samples(run.log, f"eval_{step:05d}", samples, decode=run.engine.tokenizer.decode)
-    return evaluation_metrics(samples, args)
+    prompts, flags = [Prompt(i, row) for i, row in enumerate(rows)], args.eval_args
+    size = max(1, args.batch * args.group // flags.eval_samples)
+    for start in range(0, len(prompts), size):
+        samples = engine.sample(prompts[start:start + size], flags.eval_samples,
+                                flags.eval_temperature, "eval")
+        score_samples(pool, engine.world, engine.log, samples, flags.eval_samples)
+        yield samples
 
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:

@@ -136,15 +136,15 @@ def choose_folder(args, now: datetime) -> Path:
                             f"steps; choose another, or more --steps.")
     if (folder / ".lock").exists():
         with open(folder / ".lock") as file:
-            lock(file, folder)  # until it is closed
+            lock(file, folder, fcntl.LOCK_SH)  # until it is closed; other ranks look too
     return folder
 
 
-def lock(file, folder: Path) -> str | None:
+def lock(file, folder: Path, kind=fcntl.LOCK_EX) -> str | None:
     """Locks a run's folder by its file .lock, until the file is closed or the process ends →
     None, or why the disk has no locks. SettingsError: another run has the lock."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SettingsError(f"another run is writing {folder}; choose another --name.") from None
     except OSError as error:  # some disks of networks

@@ -257,9 +257,6 @@ class RunArgs(Flags):
     """Write the trained model to runs/NAME/model. For a checkpoint: tools/export.py."""
     timeout: Annotated[float, Range(1, 1e6)] = 600.0
     """Seconds that a rank waits for another."""
-    max_gap: Positive | None = None
-    """Largest allowed difference between log-probs of transformers, trainer and engine, in nats per
-    token. None: 1e-3; in bfloat16 twice this model's rounding error, 0.005 to 0.15."""
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
@@ -342,24 +339,21 @@ class CommonArgs(Flags):
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
-    def find_reference(self, files, weights: bool):
-        """Returns `files`, an inputs.ModelFiles, with the files of the reference model. Here the
-        reference is the model itself, so nothing changes; a script may have another. weights: also
-        fetch them."""
-        return files
+    def find_reference(self, inputs, weights: bool) -> None:
+        """Sets the reference model of `inputs` (inputs.Inputs). Here it is the model itself, so
+        nothing changes; a script may have another. weights: also fetch them."""
 
-    def load_rows(self, flag: str, seed: int, files, notes: list[str],
-                  make=make_row) -> list[Row]:
+    def load_rows(self, flag: str, seed: int, inputs, make=make_row) -> list[Row]:
         """Reads the rows of --data or --eval_data (`flag` is its name), or returns [] if it is not
-        set. files: inputs.ModelFiles. notes: gets a sentence with the row counts. make: a script's
-        replacement for make_row."""
+        set. inputs: an inputs.Inputs, whose notes get a sentence with the row counts. make: a
+        script's replacement for make_row."""
         spec = getattr(self, flag)
         if not spec:
             return []
-        make = wrapped("make_row", make, self, files, spec)
-        rows, note = load(spec, files.tokenizer, self.data_args, seed=seed, make=make,
-                          eos_ids=files.ends)
-        notes.append(f"--{flag} {note}")
+        make = wrapped("make_row", make, self, inputs, spec)
+        rows, note = load(spec, inputs.tokenizer, self.data_args, seed=seed, make=make,
+                          eos_ids=inputs.ends)
+        inputs.notes.append(f"--{flag} {note}")
         return rows
 
     def formula(self, reference, micro):

@@ -110,7 +110,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None if it cannot be scored.
-                score_samples(run, samples, args.group)
+                score_samples(run.scorer, run.world, run.log, samples, args.group)
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # sample more, train on some of them
                     kept, refused = refill(run, args, samples)
@@ -314,7 +314,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
             break
         looked_at = len(samples)
         new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
-        score_samples(run, new, args.group)
+        score_samples(run.scorer, run.world, run.log, new, args.group)
         samples += new
     refused = {"batch/dropped_equal": len(samples) - len(kept) * args.group,
                "batch/dropped_surplus": max(0, len(kept) - args.batch) * args.group}

@@ -6,13 +6,10 @@ and `show_plan` for --plan; both call `read_files`. A mistake ends the run with 
 before any weight is loaded.
 """
 import os
-import re
-from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import data
 import dist
@@ -22,26 +19,27 @@ import rewards
 from errors import Mistakes, SettingsError, as_sentence, numbered, tell
 from model_files import shape_from
 from part import ask, extended
-from plan import GIB, Plan, Shape, count, problems
-from texts import check_tokenizer, eos_ids
+from plan import GIB, Plan, Shape, problems
+from texts import eos_ids
 
 
 @dataclass
 class Inputs:
-    """What a run works with: the result of `read_inputs`."""
+    """What a run works with. `read_files` fills it from top to bottom."""
     source: str  # the model's folder
     tokenizer: object  # of transformers
+    lm: object  # the model without weights (model.skeleton)
     shape: Shape  # the model's sizes, for the plan
-    reference: str | None  # the folder of the reference model; None: it is the same
-    rows: list[data.Row]
-    eval_rows: list[data.Row]
-    notes: list[str]  # lines that the run prints at its start
+    scorer: rewards.Pool  # closed: what is known of the rewards
+    ends: list[int] = field(default_factory=list)  # ids that end a completion
+    reference: str | None = None  # the folder of the reference model; None: it is the same
+    rows: list[data.Row] = field(default_factory=list)
+    eval_rows: list[data.Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # lines that the run prints at its start
     # {a sentence about what may be wrong: the metric that shows whether it was; "": nothing does}.
     # They are printed at the start, and at the end again if the metric was above 0.
-    warnings: dict[str, str]
-    plan: Plan
-    waits: list[str]  # rewards that are `async def`
-    ends: list[int]  # ids that end a completion
+    warnings: dict[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
     kv_cache: float = 0.0  # bytes of the engine's cache
 
 
@@ -97,34 +95,20 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     SettingsError: all mistakes of the flags together; or the first file that is broken; or all that
     does not fit together.
     """
-    scorer, notes, warnings = check_flags(args, ranks, local_size), [], {}
+    scorer = check_flags(args, ranks, local_size)
     folder, lm, tokenizer = open_model(args.model, "model", weights)
     tokenizer.clock = (datetime.fromisoformat(began) if began else datetime.now()).strftime
-    shape = shape_from(lm)
-    ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, warnings)
-    files = ModelFiles(shape, tokenizer, folder, lm, ends)
-    files = args.find_reference(files, weights)
-    rows = args.load_rows("data", args.seed, files, notes)
-    eval_rows = args.load_rows("eval_data", 0, files, notes)  # the same rows for any --seed
-    everything = rows + eval_rows
-    check_tokenizer(tokenizer, folder, rows[:FIRST] + eval_rows[:FIRST])
-    notes += [f"--{flag} has {what_is_read(found)}"
-              for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
-    trains = args.needs_rollouts and not args.eval_args.eval_only
-    what_is_shared(rows if trains else [], eval_rows, warnings)
-    scored = everything if trains else eval_rows
-    rewards.check_rows(scorer.needs, scored, warnings)
-    rewards.try_once(args, scored, scorer, warnings)
-    ask("check", args, files, everything)
-    args.choose_rates(files.shape.params)
-    for sentences in ask("warn", args, files, everything, scorer):
-        warnings |= dict.fromkeys(sentences, "")
-    counts = ranks, len(rows), len(eval_rows), files.shape, local_size
-    mistakes = Mistakes(problems(args, *counts))
-    mistakes += model_limits(args, files.lm.config, everything)
-    mistakes.stop()
-    return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, warnings, Plan(args, *counts), scorer.waits, files.ends)
+    inputs = Inputs(folder, tokenizer, lm, shape_from(lm), scorer)
+    inputs.ends = check_ends(args, inputs)
+    args.find_reference(inputs, weights)
+    inputs.rows = args.load_rows("data", args.seed, inputs)
+    inputs.eval_rows = args.load_rows("eval_data", 0, inputs)  # the same rows for any --seed
+    from_parts = sum(ask("check", args, inputs), [])
+    args.choose_rates(inputs.shape.params)
+    counts = ranks, len(inputs.rows), len(inputs.eval_rows), inputs.shape, local_size
+    Mistakes(problems(args, *counts) + from_parts).stop()
+    inputs.plan = Plan(args, *counts)
+    return inputs
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
@@ -139,45 +123,7 @@ def check_flags(args, ranks: int, local_size: int | None) -> rewards.Pool:
     return found
 
 
-# ---- the rows ----
-
-def what_is_read(rows: list[data.Row]) -> str:
-    """Describes from which columns the run reads prompt and answer: each combination of columns
-    with its number of rows. Where most answers hold a digit, it adds up to three that several rows
-    share and that hold none, because some data sets write "proof" or "notfound" where there is no
-    answer."""
-    forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
-                              for what, column in row.read.items()) for row in rows)
-    answers = Counter(str(row.answer) for row in rows if row.read.get("answer"))
-    words = {word: n for word, n in answers.most_common() if not re.search(r"\d", word)}
-    found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
-    common = [f"{word!r:.40} {n:,} times" for word, n in words.items() if n > 1][:3]
-    if common and 2 * sum(words.values()) <= answers.total():
-        found.append("answers without a digit: " + ", ".join(common))
-    return "; ".join(found)
-
-
-def what_is_shared(rows: list[data.Row], eval_rows: list[data.Row], warnings: dict):
-    """Adds a warning if rows of the evaluation are rows of the training too: then its result says
-    little about other rows."""
-    known = {hash(repr(row.digested(str))) for row in rows}
-    if shared := sum(hash(repr(row.digested(str))) in known for row in eval_rows):
-        warnings[f"{shared:,} of the {len(eval_rows):,} rows of --eval_data are rows of --data "
-                 "too, so an evaluation says little about other rows. Would work: rows that are "
-                 "held out."] = ""
-
-
 # ---- the model ----
-
-class ModelFiles(NamedTuple):
-    """What the files of --model say."""
-    shape: Shape
-    tokenizer: object
-    folder: str
-    lm: object  # the model without weights (model.skeleton)
-    ends: list[int] = []  # ids that end a completion
-    reference: str | None = None  # the folder of the reference model; None: it is the same
-
 
 def open_model(name: str, flag: str, weights: bool = True):
     """Opens a model by its name → (its folder, the model without weights, its tokenizer). If the
@@ -225,39 +171,17 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
         return found
 
 
-FIRST = 200  # rows of --data, and of --eval_data, on which the tokenizer is checked
-
-
-def check_ends(args, ends: list[int], vocab: int, warnings: dict) -> list[int]:
-    """Returns those of the ids `ends` that the model can write. If there are none and --stop is
-    empty, it adds a warning. SettingsError: there are none, and the script samples nothing, so it
-    would train on rows without an end."""
+def check_ends(args, inputs: Inputs) -> list[int]:
+    """Returns the ids that end a completion, of those that the model can write. If there are none
+    and --stop is empty, it adds a warning. SettingsError: there are none, and the script samples
+    nothing, so it would train on rows without an end."""
+    ends, vocab = eos_ids(inputs.source, inputs.tokenizer), inputs.shape.vocab
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
     if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
-        warnings[f"{said} Each goes on to --max_tokens. Would work: --stop."] = (
+        inputs.warnings[f"{said} Each goes on to --max_tokens. Would work: --stop."] = (
             "rollout/truncated_frac")
     return found
-
-
-def model_limits(args, config, rows: list[data.Row]) -> list[str]:
-    """Returns a sentence for each thing that the model or its engine cannot take: sequences longer
-    than its positions, and rows with ids outside its vocabulary."""
-    found, text = [], config.get_text_config()
-    prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
-    room = text.to_dict().get("max_position_embeddings")
-    if room and prompt + longest > room:
-        works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
-        found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
-                     f"{room} positions of {args.model}.{works}")
-    for row in rows:
-        largest = max(row.prompt_ids, default=None)
-        if largest is None or largest >= text.vocab_size:  # it would break the engine
-            found.append(f"--model {args.model}: row {row.number} of {row.source} must have tokens "
-                         f"with ids below {text.vocab_size} (the largest is {largest}).")
-            break
-    return found
-

@@ -292,7 +292,7 @@ class LogprobModel(Model):
 
     def plain_logits(self, inputs, keep):
         """Computes logits (m, V) at the m positions `keep` of one row with transformers' own
-        forward. same_policy.py compares the trainer with it before the first step. `inputs` is the
+        forward. parts/guards compares the trainer with it before the first step. `inputs` is the
         packed input of only this row."""
         capped = self.lm.config.to_dict().get("attn_logit_softcapping")
         text = self.family.stacks(self.lm)[0]

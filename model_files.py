@@ -99,7 +99,7 @@ def config_of(folder: str, flag: str = "model"):
     SettingsError: it cannot be read, or it describes no language model that transformers loads from
     plain files (an unknown model_type, architectures of another class, quantized weights, an
     adapter, …), or one whose rotary frequencies depend on the longest row. Other keys are not
-    checked here: same_policy.py compares what the model computes before the first step.
+    checked here: parts/guards compares what the model computes before the first step.
     """
     from transformers import AutoConfig, conversion_mapping
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):

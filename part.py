@@ -16,16 +16,19 @@ order of their names:
                                             (model.py)
     policy(kind, args, config, trained)     returns the class of the policy or the critic, which
                                             holds a model. trained: it is no reference model
-    engine(kind, run)           returns the class of the engine (rollout.py)
+    engine(kind, args, config, dtype)       returns the class of the engine (rollout.py). dtype: of
+                                the computation
     pool(kind, args, waits)     returns the class of the reward workers (rewards.py)
     memory(kind, args, shape)   returns the class that plans the memory (plan.py) of a model of
                                 this shape
     sizes(plan)                 changes the sizes of a step
-    check(args, files, rows)    raises a SettingsError if files or rows do not fit the part's
-                                flags. It may set flags
-    warn(args, files, rows, scorer)         returns sentences about what is allowed, and perhaps
-                                not meant. scorer: the rewards.Pool that loaded the rewards
-    begin(run), end(run)        are called before the first step, and after the export
+    check_chat(messages, options, tokenizer)    raises a SettingsError if the chat template has no
+                                place for a part of a chat
+    check(args, inputs)         raises a SettingsError if model or rows do not fit, or returns a
+                                list of sentences about mistakes. It may set flags, and add to the
+                                notes and warnings of the inputs.Inputs
+    begin(run), ready(run), end(run)    are called when models and engine are built, when they have
+                                the weights of the first step, and after the export
     words(words)                returns the words of the command line, as the part reads them
     unknown(words)              returns (sentences about wrong words of the command line, the
                                 other words)
@@ -46,7 +49,8 @@ from settings import Flags
 
 ROOT = Path(__file__).parent
 PLACES = {"Flags", "METRICS", "REWARDS", "FAMILIES", "make_row", "model", "policy", "engine",
-          "pool", "memory", "sizes", "check", "warn", "begin", "end", "words", "unknown"}
+          "pool", "memory", "sizes", "check_chat", "check", "begin", "ready", "end", "words",
+          "unknown"}
 
 
 @cache

@@ -108,7 +108,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None if it cannot be scored.
-                score_samples(run, samples, args.group)
+                score_samples(run.scorer, run.world, run.log, samples, args.group)
 
             # 3. Learn.
             lr = rate(args, step)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from dist import World
 from errors import SettingsError, as_sentence
 from part import asked
 from settings import Flags, Range, changed
@@ -88,34 +89,33 @@ class Answer:
 
 # ---- a batch ----
 
-def score_samples(run, samples: list, group: int) -> None:
+def score_samples(pool: "Pool", world: World, log, samples: list, group: int) -> None:
     """Scores the samples of a step across all ranks, and stores the text and score of each sample
-    on every rank. `group` consecutive samples share a prompt. run: the run.Run. All ranks must call
+    on every rank. `group` consecutive samples share a prompt. log: a log.Log. All ranks must call
     it (a collective).
     """
-    run.world.same_phase("reward", len(samples))
-    with run.log.time("reward"):
-        size = group if run.scorer.groups else 1  # completions per call
+    world.same_phase("reward", len(samples))
+    with log.time("reward"):
+        size = group if pool.groups else 1  # completions per call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        items = [item_of(sample, run.engine.text)
-                 for call in run.world.mine(calls) for sample in call]
-        run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1 before the first step
-        scores = scores_of(run.scorer, items, size)
+        items = [item_of(sample, pool.read) for call in world.mine(calls) for sample in call]
+        pool.progress["global_step"] = max(world.step, 0)  # -1 before the first step
+        scores = scores_of(pool, items, size)
         texts = [item.completion for item in items]
         # Rewards have their own time limits, and a worker's first call loads what it needs.
-        more = run.scorer.seconds([items]) + START_SECONDS
-        scored = run.world.gather(list(zip(texts, scores, strict=True)), more)
+        more = pool.seconds([items]) + START_SECONDS
+        scored = world.gather(list(zip(texts, scores, strict=True)), more)
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
-    report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
+    report(pool, log, [score.error for _, score in scored], len(calls))
 
 
-def item_of(sample, text) -> Item:
+def item_of(sample, read) -> Item:
     """Returns the Item that a worker gets for a sample: its texts, its ids and messages, the number
-    of sampled tokens, the row's answer and columns. text: the function that decodes ids.
+    of sampled tokens, the row's answer and columns. read: the function that decodes ids.
     """
     row, completion = sample.prompt.row, sample.completion
-    words = text(completion.ids)
+    words = read(completion.ids)
     return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.messages(words))
 
@@ -214,36 +214,6 @@ def check_rows(needs: list, rows: list, warnings: dict, flag: str = "reward"):
         warnings[f"{said}; the first is row {without[0].number} of {without[0].source}."] = ""
 
 
-def try_once(args, rows: list, pool: "Pool", warnings: dict) -> None:
-    """Scores a made-up completion of the first row before the weights are loaded, if a reward comes
-    from a file and none is `async def` (such a function calls a server). Raises a SettingsError if
-    a result cannot be a reward. Adds only a warning if a function raises an error, is late or
-    returns None, because it may work for a real completion; also if it has no `return` with a
-    value. pool: from `check`.
-    """
-    for name in pool.silent:
-        said = f"--reward {name} has no `return` with a value, so no completion has a reward."
-        warnings[said] = "rollout/unscored"
-    if pool.waits or pool.silent or not rows or not any(".py:" in spec for spec in args.reward):
-        return
-    row, text = rows[0], "a made-up completion"
-    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [],
-                [{"role": "assistant", "content": text}])
-    with contextlib.closing(Pool(list(args.reward), changed(args, reward_workers=1))) as pool:
-        pool.wait()
-        size = args.group if pool.groups else 1
-        error = pool.ask([item] * size, size)[0].score(pool.parts).error
-    if not error:
-        return
-    lines = error.strip().splitlines()
-    why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
-    if why.startswith("TypeError: a reward must be "):  # worker.py raises it for a wrong result
-        raise SettingsError(said)
-    warnings[f"{said}. It may be right for a real one; then rollout/unscored stays 0."] = (
-        "rollout/unscored")
-
-
 # ---- the processes ----
 
 class Worker:
@@ -320,14 +290,15 @@ class Pool:
     """Worker processes that score completions. Each has a thread in the trainer, which sends it
     calls and waits for its answers. A worker that is late or dies is killed and replaced.
 
-    specs: the words of --reward. args: the script's.
+    specs: the words of --reward. args: the script's. read: decodes the ids of a completion into
+    the text for a reward (texts.reader); None: `ask` gets texts.
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run
     answer: ClassVar = Answer
 
-    def __init__(self, specs: list[str], args):
-        self.args = args.reward_args
+    def __init__(self, specs: list[str], args, read=None):
+        self.args, self.read = args.reward_args, read
         self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start

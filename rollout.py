@@ -29,10 +29,9 @@ from tqdm import tqdm
 
 from batch import Completion, Sample
 from data import Prompt, Row
-from dist import assert_divisible, card_bytes, share
-from model import Policy, Trained
+from dist import World, assert_divisible, card_bytes, share
+from model import Policy, Trained, compute_dtype
 from settings import Count, Flags, Range
-from texts import reader
 
 
 @dataclass
@@ -85,43 +84,43 @@ def hash_seed(*parts: int | str) -> int:
 class Engine:
     """vLLM in this process. All ranks must build it together (a collective).
 
-    run: the run.Run, whose models are already built; they share the GPU with the engine.
+    args: the script's Args. inputs: inputs.Inputs. log: log.Log, which times the phases. models:
+    the policy and other models that share the GPU with the engine; they are already built.
     """
 
-    def __init__(self, run):
-        world, args, inputs = run.world, run.args.engine_args, run.inputs
+    def __init__(self, args, world: World, inputs, log, models: list):
         self.on_gpu = world.device.type == "cuda"
-        prepare_environment(self.on_gpu, args)
+        self.world, self.args, self.log = world, args.engine_args, log
+        prepare_environment(self.on_gpu, self.args)
         from vllm import LLM
-        self.run, self.world, self.args, self.log = run, world, args, run.log
-        self.dtype = run.dtype if run.dtype == torch.bfloat16 else torch.float32  # no float64
+        dtype = compute_dtype(args.model_args, world.device)
+        self.dtype = dtype if dtype == torch.bfloat16 else torch.float32  # vLLM has no float64
         # The models whose tensors --offload may move.
-        self.movable = [it for it in (run.policy, run.reference, run.critic)
-                        if isinstance(it, Trained)]
-        self.tokenizer, self.eos_ids = inputs.tokenizer, inputs.ends
-        self.text = reader(self.tokenizer, self.eos_ids) if self.tokenizer else None  # ids → str
+        self.movable = [it for it in models if isinstance(it, Trained)]
+        self.eos_ids = inputs.ends
         self.metrics: dict[str, float] = {}  # of the last `sample`; set by parts
-        self.engine_count = assert_divisible(world.size, args.tp, "ranks", "--tp")
-        self.max_tokens, self.seed, self.asleep = run.args.max_tokens, run.args.seed, False
+        self.engine_count = assert_divisible(world.size, self.args.tp, "ranks", "--tp")
+        self.max_tokens, self.seed, self.asleep = args.max_tokens, args.seed, False
         # {weight name: the engine's tensor}. None: not searched yet; {}: not found.
         self.places = None
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's progress bar
-        self.sleep_level = args.sleep_level if self.on_gpu else 0  # vLLM has no sleep mode on CPU
+        # vLLM has no sleep mode on a CPU.
+        self.sleep_level = self.args.sleep_level if self.on_gpu else 0
         if self.on_gpu:
             self.make_room()  # LLM() measures how much memory is free
         threads = torch.get_num_threads()
         self.llm = LLM(
             inputs.source, tokenizer=inputs.source,
             distributed_executor_backend="external_launcher",
-            tensor_parallel_size=args.tp, dtype=self.dtype, max_model_len=max_len,
+            tensor_parallel_size=self.args.tp, dtype=self.dtype, max_model_len=max_len,
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, disable_log_stats=True,
             generation_config="vllm",  # not the model's own temperature, top_p, …
             enable_sleep_mode=self.sleep_level > 0,
-            gpu_memory_utilization=args.gpu_memory_utilization,
+            gpu_memory_utilization=self.args.gpu_memory_utilization,
             # From the plan. None: it found no room, and vLLM reports how much it needs.
             kv_cache_memory_bytes=int(inputs.kv_cache) or None, **self.options(max_len))
         if self.on_gpu:  # LLM() sets one thread, which makes --cpu_offload's AdamW slow

@@ -4,7 +4,7 @@
 checkpoint, open the run's folder, and load models and engine. It returns a Run, which a loop such
 as `train` in grpo.py uses between its steps. Mistakes in flags and files end the run before
 weights load, on all ranks together. What needs the weights fails later: values that are not finite,
-a checkpoint that cannot be read, policies that differ (same_policy.py).
+a checkpoint that cannot be read, policies that differ (parts/guards).
 """
 import os
 import shlex
@@ -23,7 +23,7 @@ import rewards
 from checkpoint import export_model
 from data import Stream
 from errors import Mistakes, SettingsError, numbered
-from evaluate import sampled_metrics
+from evaluate import evaluation_metrics, sample_rows
 from flags import CommonArgs
 from identity import identity, of_one_rank
 from inputs import Inputs, read_inputs
@@ -31,8 +31,8 @@ from log import write_samples
 from model_files import config_of
 from part import ask, extended
 from rollout import Engine
-from same_policy import compare_policies
 from settings import save_every, values_of
+from texts import reader
 
 # ---- set-up ----
 
@@ -115,10 +115,11 @@ def again(world: dist.World, name: str) -> str:
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
     """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
-    `saved` they continue from it. At the end same_policy.py compares the log-probs of engine,
-    trainer and transformers. All ranks must call it (a collective)."""
-    pool = extended("pool", rewards.Pool, args, inputs.waits)
-    scorer = pool(list(args.reward), args)  # its processes start now
+    `saved` they continue from it. At the end parts/guards compares the log-probs of
+    engine, trainer and transformers. All ranks must call it (a collective)."""
+    pool = extended("pool", rewards.Pool, args, inputs.scorer.waits)
+    read = reader(inputs.tokenizer, inputs.ends)
+    scorer = pool(list(args.reward), args, read)  # its processes start now
     scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state
     policy, reference, critic = build_models(args, world, inputs)
     run = (kind or Run)(
@@ -126,7 +127,8 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
         reference, critic, start=saved.state["step"] if saved else 0,
         kl_coef=values_of(args).get("kl_reward_coef", 0.0))
     if args.needs_engine:
-        run.engine = extended("engine", Engine, run)(run)
+        engine = extended("engine", Engine, args, inputs.lm.config, run.dtype)
+        run.engine = engine(args, world, inputs, run_log, [policy, reference, critic])
         run.engine.sleep()  # the trainer has the GPU
     world.together(scorer.wait)  # until a worker has loaded the rewards
     ask("begin", run)
@@ -134,7 +136,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
         run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
-    compare_policies(run)
+    ask("ready", run)
     return run
 
 
@@ -250,14 +252,20 @@ class Run:
     def held_out(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation: pass@1 and pass@k. A script without sampling
         overrides it. All ranks must call it (a collective)."""
-        return sampled_metrics(self, step)
+        samples = []
+        with self.log.time("eval"), self.engine.generating(self.policy):
+            for some in sample_rows(self.engine, self.scorer, self.inputs.eval_rows, self.args):
+                samples += some
+                self.end_if_asked(step)  # after SIGTERM
+        write_samples(self.log, f"eval_{step:05d}", samples, decode=self.inputs.tokenizer.decode)
+        return evaluation_metrics(samples, self.args.eval_args)
 
     def record(self, step: int, samples: list):
         """Writes the samples of a step, counted from 0, to samples/ and prints three of them: every
         --samples_every steps, and in the last step."""
         if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
-                          decode=self.engine.tokenizer.decode)
+                          decode=self.inputs.tokenizer.decode)
 
     def after_step(self, step: int):
         """Saves after `step` steps where --save_every says so. After SIGTERM it saves and ends the

@@ -1,20 +1,16 @@
-"""texts.py: a tokenizer's begin and end tokens, and whether it is the folder's own.
+"""texts.py: the chat template, and the control tokens that begin and end messages.
 
-The file has three sections. `templated` applies the chat template. The functions after it find the
-control tokens that begin and end messages, and convert between texts and token ids with respect to
-them. `check_tokenizer` checks that transformers and vLLM tokenize as the model's tokenizer.json
-does.
+`templated` applies the chat template. The functions after it find the control tokens that begin and
+end messages, and convert between texts and token ids with respect to them.
 
 "ids" are token ids. A control token is one of the tokenizer's added tokens, such as <|im_end|>.
 """
 import json
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from jinja2 import TemplateError
@@ -175,79 +171,3 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normal = backend.normalizer.normalize_str if backend and backend.normalizer else str
     return Marks(begins, end, [t.content for t in known if t.content in silent], normal)
-
-
-# ---- one reading of a text ----
-
-# Changes of tokenizer_config.json with which transformers 4 and 5, and vLLM, use tokenizer.json as
-# it is. For some model_types (qwen2) transformers 5 respects the first only beside an auto_map.
-EDITS = [{"tokenizer_class": "PreTrainedTokenizerFast"}]
-EDITS += [EDITS[0] | {"auto_map": {"AutoTokenizer": ["-.-", None]}}]
-
-
-def check_tokenizer(tokenizer, folder: str, rows: list) -> None:
-    """Checks on the texts of these rows that transformers reads a text as the folder's
-    tokenizer.json does: that it gives the same ids, and that these decode to the same text. Also
-    checks that the ids decode to the original text, apart from what the normalizer of
-    tokenizer.json changes. Raises a SettingsError that shows the first text for which this fails.
-
-    For many a tokenizer_class, transformers 5 takes only the vocabulary from tokenizer.json, and
-    takes the pre_tokenizer and the decoder from that class:
-    https://github.com/huggingface/transformers/issues/45488
-    """
-    from transformers import PreTrainedTokenizerFast
-    path = Path(folder, "tokenizer.json")
-    if not path.exists():  # a folder with a vocabulary alone has one reading
-        return
-    own = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    for text in (text for row in rows for text in (row.prompt, str(row.answer))):
-        right, given = reading(own, text), reading(tokenizer, text)
-        pieces = [*re.findall(r"\S+\s+\S+", text), text]
-        if right != given:
-            piece = next(it for it in pieces if reading(own, it) != reading(tokenizer, it))
-            (ids, back), (others, other) = reading(own, piece), reading(tokenizer, piece)
-            raise SettingsError(
-                f"{path} reads {piece!r:.60} as {ids[:9]} and writes {back!r:.60}; transformers "
-                f"and vLLM take it for a {type(tokenizer).__name__}, which reads {others[:9]} and "
-                f"writes {other!r:.60}. Would work: {works(folder, text, right)}.")
-        if words(own, text) != words(own, right[1]):
-            piece = next(it for it in pieces if words(own, it) != words(own, reading(own, it)[1]))
-            raise SettingsError(
-                f"{path} reads {piece!r:.60} and writes {reading(own, piece)[1]!r:.60}. Would "
-                "work: the tokenizer.json with which the model was trained.")
-
-
-def reading(tokenizer, text: str) -> tuple[list[int], str]:
-    """Returns the ids of a text, and the text that these ids decode to."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids, tokenizer.decode(ids, skip_special_tokens=False,
-                                 clean_up_tokenization_spaces=False)
-
-
-def words(tokenizer, text: str) -> list[str]:
-    """Returns the pieces of a text between its control tokens, as the normalizer of tokenizer.json
-    changes them. White space at the ends of a piece is removed, because some control tokens and
-    some decoders remove it (▁ is a space of sentencepiece).
-    """
-    marks = "|".join(re.escape(t.content) for t in tokenizer.added_tokens_decoder.values())
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    parts = re.split(marks or "(?!)", text)
-    return [(normalizer.normalize_str(part) if normalizer else part).replace("▁", " ").strip()
-            for part in parts]
-
-
-def works(folder: str, text: str, right: tuple) -> str:
-    """Returns words for a message: the first of EDITS with which transformers gives the reading
-    `right` (ids and decoded text, see `reading`) of this text. Each edit is tried on a copy of the
-    folder. If none works, the words name the files to use instead.
-    """
-    from transformers import AutoTokenizer
-    for edit in EDITS:
-        with TemporaryDirectory() as copy, suppress(Exception):  # transformers may refuse the copy
-            for path in Path(folder).glob("*.json"):
-                shutil.copyfile(path, Path(copy, path.name))
-            path = Path(copy, "tokenizer_config.json")
-            path.write_text(json.dumps(json.loads(path.read_text()) | edit))
-            if reading(AutoTokenizer.from_pretrained(copy), text) == right:
-                return f"{json.dumps(edit)[1:-1]} in its tokenizer_config.json"
-    return "a tokenizer.json and a tokenizer_config.json that one save_pretrained wrote"

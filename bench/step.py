@@ -223,7 +223,7 @@ def growth(run: Run, times: int, only: list[str]) -> None:
         run.engine.max_tokens = a.max_tokens
         with run.engine.generating(run.policy):
             samples = run.engine.sample(run.stream.next(a.batch), a.group, 1.0)
-            score_samples(run, samples, a.group)
+            score_samples(run.scorer, run.world, run.log, samples, a.group)
         grpo.learn(a, run.world, run.policy, samples, lr=1e-9)
         return time.perf_counter() - began
 

@@ -20,7 +20,6 @@ import families
 from checkpoint import export_model
 from errors import SettingsError
 from rollout import Request, hash_seed
-from same_policy import compare_policies
 
 
 def main(folder: str, out: str, tp: str) -> None:
@@ -88,7 +87,7 @@ def main(folder: str, out: str, tp: str) -> None:
     engine.load(SimpleNamespace(weights=one_wrong))
     awake = mock.Mock(generating=mock.MagicMock(), generate=engine.generate)  # it loads nothing
     with pytest.raises(SettingsError) as caught:
-        compare_policies(families.run_of(world, policy, awake, prompts[:7]))
+        families.compare(families.run_of(world, policy, awake, prompts[:7]))
     found["said"] = str(caught.value)
     with mock.patch.object(engine.llm, "reset_prefix_cache", return_value=True):
         engine.load(policy)

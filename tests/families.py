@@ -23,7 +23,6 @@ from checkpoint import export_model
 from family_cases import CASES, make
 from rewards import Score
 from rollout import Engine, Request
-from same_policy import compare_policies
 from settings import changed
 from tools import float64
 
@@ -66,21 +65,32 @@ def trainer_of(folder: str, world, **flags) -> model.Policy:
 
 def run_of(world, policy, engine=None, prompts=(), dtype=torch.float32, folder: str = "",
            tp: int = 1):
-    """What an engine and same_policy.compare_policies need of a run."""
+    """What an engine and the comparison of policies need of a run."""
     return SimpleNamespace(
         world=world, policy=policy, engine=engine, reference=None, critic=None, dtype=dtype,
         log=fakes.Log(), stateful={},
-        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT),
+        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT,
+                     dtype=str(dtype).removeprefix("torch.")),
         inputs=SimpleNamespace(
-            source=folder, tokenizer=None, ends=[2], kv_cache=2**28, reference=None,
-            plan=SimpleNamespace(longest=256), rows=[p.row for p in prompts], eval_rows=[]))
+            source=folder, lm=policy.module.lm, tokenizer=None, ends=[2], kv_cache=2**28,
+            reference=None, plan=SimpleNamespace(longest=256),
+            rows=[p.row for p in prompts], eval_rows=[]))
+
+
+def compare(run) -> None:
+    """As a run compares its policies before step 1. SettingsError: they are not one."""
+    ready = part.asked("ready")
+    assert ready, "parts/guards compares them"
+    for function in ready.values():
+        function(run)
 
 
 def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, rows=()) -> Engine:
     """The engine of a run with this policy."""
     run = run_of(world, policy, dtype=dtype, folder=folder, tp=tp)
     run.inputs.rows = [*rows]
-    return part.extended("engine", Engine, run)(run)
+    kind = part.extended("engine", Engine, run.args, run.inputs.lm.config, dtype)
+    return kind(run.args, world, run.inputs, run.log, [policy])
 
 
 def update(world, policy, batch: Batch) -> None:
@@ -159,7 +169,7 @@ def three_steps(world, folder: str, engine: bool, tp: int = 1, **flags
     prompts = [prompt(i, rng.integers(3, 320, 100 + 10 * i).tolist()) for i in (0, 1, 5)]
     prompts = [p for p in prompts for _ in range(2)]
     vllm = engine_of(folder, world, policy, tp) if engine else None
-    compare_policies(run_of(world, policy, vllm, prompts))
+    compare(run_of(world, policy, vllm, prompts))
     for step in range(3):
         done = [*map(completion, rng.integers(3, 320, (len(prompts), 24)))]
         if vllm:

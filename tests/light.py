@@ -19,21 +19,18 @@ import rollout
 from batch import Completion
 from dist import assert_divisible
 from model_files import config_of
-from rollout import reader
 
 
 class Light:
     """What an engine without vLLM has in the place of rollout.Engine's own."""
 
-    def __init__(self, run):
-        world, args, inputs = run.world, run.args.engine_args, run.inputs
+    def __init__(self, args, world, inputs, log, models):
         from transformers import AutoModelForCausalLM
         vars(self).update(
-            run=run, world=world, args=args, log=run.log, dtype=torch.float32, movable=[],
-            tokenizer=inputs.tokenizer, eos_ids=inputs.ends, metrics={}, on_gpu=False, asleep=False,
-            sleep_level=0, max_tokens=run.args.max_tokens, seed=run.args.seed, bar=False,
-            text=reader(inputs.tokenizer, inputs.ends),
-            engine_count=assert_divisible(world.size, args.tp, "ranks", "--tp"),
+            world=world, args=args.engine_args, log=log, dtype=torch.float32, movable=[],
+            eos_ids=inputs.ends, metrics={}, on_gpu=False, asleep=False, sleep_level=0, bar=False,
+            max_tokens=args.max_tokens, seed=args.seed,
+            engine_count=assert_divisible(world.size, args.engine_args.tp, "ranks", "--tp"),
             lm=AutoModelForCausalLM.from_config(config_of(inputs.source)).float().eval())
 
     @contextmanager

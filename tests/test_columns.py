@@ -1,4 +1,4 @@
-"""A column is what its name says: one of a name, and a system message is said."""
+"""A column is what its name says, and there is one of a name."""
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,17 +9,6 @@ import fakes
 import inputs
 from errors import SettingsError
 from tables import table
-from test_rows import row_of
-
-
-def test_a_system_message_of_a_column_is_said(tmp_path):
-    def said(row: dict, **flags) -> str:
-        return inputs.what_is_read([row_of({"question": "Which?"} | row, tmp_path, **flags)])
-    for name in "system", "system_prompt":
-        assert f"system message from {name}" in said({name: "Be brief."})
-        assert "system message" not in said({name: None})
-        assert "system message" not in said({name: "Be brief."}, system="No.")
-
 
 TWICE = """
 rows.csv | a,question,a | column a

@@ -99,8 +99,6 @@ TINY = dict(max_prompt_tokens=30, max_tokens=30)
     # What the model and the rows need comes at the end.
     ("(?s)2 problems.*the smallest batch has 1 prompts.*--tp must divide the 4 att",
      dict(tp=3, minibatches=9, data="one.jsonl", model="small", **TINY)),
-    (r"tokens 30 \+ --max_tokens 35 must be at most the 64 positions of small. Would work: "
-     r"--max_tokens 34\.", dict(model="small", **TINY | dict(max_tokens=35))),
     ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl", **TINY)),
     ("odd.jsonl, row 1.*no prompt column", dict(model="small", data="odd.jsonl", **TINY)),
     ("tiny:chess is not a model", dict(model="tiny:chess"))])

@@ -1,5 +1,6 @@
 """Exact resume: a run that is killed at any instant goes on to the same numbers, bit for bit; what
 a kill or a full disk leaves is whole or absent; a resume that would be another run is refused."""
+import fcntl
 import json
 import os
 import re
@@ -387,6 +388,23 @@ def test_one_run_has_the_folder_and_it_is_a_folder(tmp_path):
     with pytest.raises(files.NotWritten, match="/file cannot be written"), opened(
             tmp_path / "file"):
         pass
+
+
+def test_the_ranks_of_a_resumed_run_look_at_its_lock_at_once(tmp_path, monkeypatch):
+    """Each rank looks before it starts: one that finds another looking must not take it for a run
+    that writes."""
+    monkeypatch.chdir(tmp_path)
+    args, now = fakes.args(name="x"), datetime.now()
+    path = tmp_path / "runs/x/.lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with open(path) as of_another_rank:
+        fcntl.flock(of_another_rank, fcntl.LOCK_SH)
+        assert files.choose_folder(args, now) == Path("runs/x")
+    with open(path) as of_another_run:
+        files.lock(of_another_run, tmp_path)
+        with pytest.raises(SettingsError, match="another run is writing"):
+            files.choose_folder(args, now)
 
 
 def fill(it: log.Log) -> None:

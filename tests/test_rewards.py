@@ -11,7 +11,6 @@ from contextlib import closing
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -452,9 +451,8 @@ def scored(world, spec):
     decoded, samples = [], [fakes.sample(i=i) for i in range(4)]
     with pool([spec]) as scorer:
         scorer.wait()
-        rewards.score_samples(SimpleNamespace(
-            world=world, log=fakes.Log(), scorer=scorer, engine=SimpleNamespace(
-                text=lambda ids: decoded.append(ids) or "12")), samples, 2)
+        scorer.read = lambda ids: decoded.append(ids) or "12"
+        rewards.score_samples(scorer, world, fakes.Log(), samples, 2)
     return [(s.text, s.score.total) for s in samples], len(decoded)
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import reduce
 from itertools import permutations, product
 from pathlib import Path
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 
 import data
 import fakes
-import inputs
 from data import DataArgs, Row, Stream
 from errors import SettingsError
 from examples import convert, countdown, tiny
@@ -270,21 +268,12 @@ the chat template: System role refused | {"prompt": "q"} | {"tokenizer": "no sys
     | {"question": "q", "answer": "a"} | {"prompt_template": "{question} {subject}"}
 --prompt_template 'Solve.' must name | {"question": "q"} | {"prompt_template": "Solve."}
 must not end in <|im_end|> | {"prompt": "q"} | {"tokenizer": "ends"}
-no place for tools | {"prompt": "q", "tools": TOOLS} | {"tokenizer": "plain"}
-no place for tools | {"prompt": "q", "tools": TOOLS} | {"tokenizer": "none"}
 tools must be a list of schemas | {"prompt": "q", "tools": ["f"]}
-no place for thinking | {"prompt": "q", "chat_template_kwargs": {"thinking": 1}}
-no place for think | {"prompt": "q", "chat_template_kwargs": {"think": 1}}
 an object | {"prompt": "q", "chat_template_kwargs": [1]}
 multiple values | {"prompt": "q", "chat_template_kwargs": {"add_generation_prompt": false}}
-no place for images | {"prompt": [{"role": "user", "content": "q", "images": ["x.png"]}]}
 no place for videos | {"prompt": "q", "videos": ["x"]}
 no place for history | {"prompt": "q", "history": ["x"]}
 no place for functions | {"prompt": "q", "functions": ["x"]}
-no place for bing | {"prompt": [{"role": "bing", "content": "x"}]}
-no place for bing | {"prompt": [{"role": "bing", "content": "x"}]} | {"tokenizer": "comment"}
-no place for train
-    | {"prompt": [{"role": "user", "content": "q", "train": 1}]} | {"tokenizer": "comment"}
 no such role | {"prompt": [{"role": "bing", "content": "x"}, USER]} | {"tokenizer": "strict"}
 no such role
     | {"prompt": [{"role": "bing", "content": "x", "thinking": "t"}, USER]}
@@ -367,40 +356,6 @@ def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, rows, flags, 
         assert words in load(spec, **filled(flags))[1]
     else:
         assert words in sentence(load, spec, **filled(flags))
-
-
-READ = r"""
-[{"problem": "q", "answer": "7"}, {"problem": "q", "answer": "proof"},
-     {"problem": "q", "answer": "proof"}, {"problem": "q", "answer": 9}] | 4 rows: prompt from
-     problem, answer from answer; answers without a digit: 'proof' 2 times
-[{"problem": "q", "answer": "7"}, {"problem": "q", "answer": "tac"},
-     {"problem": "q", "answer": "tac"}] | 3 rows: prompt from problem, answer from answer
-[{"prompt": "q"}, {"prompt": "q", "answer": null}, {"prompt": "q", "answer": " "},
-     {"problem": "q", "solution": "s \\boxed{7}"}] | 3 rows: prompt from prompt, no answer; 1 row:
-     prompt from problem, answer from the last box of solution
-[{"problem": "q", "answer": "7"}] | 1 row: prompt from --prompt_template, answer from answer
-    | {"prompt_template": "{problem}!"}
-"""
-
-
-@pytest.mark.parametrize("cells", table(READ))
-def test_a_run_says_which_columns_it_reads_and_which_answers_are_no_number(tmp_path, cells):
-    """Data sets write "proof" where there is no answer, and a solution beside it. If most answers
-    are words, a word is an answer."""
-    rows, words, *flags = cells
-    made, _ = load(store(tmp_path, "jsonl", filled(rows)), **filled(*flags or ["{}"]))
-    assert inputs.what_is_read(made) == words
-
-
-def test_rows_of_the_evaluation_that_are_trained_on_are_counted():
-    """By all that training depends on: another answer makes another row."""
-    rows = fakes.rows(5)
-    changed = replace(rows[0], answer="9")
-    moved = [replace(row, index=row.index + 9) for row in rows[3:]]
-    for held_out, words in ([*moved, changed], ["2 of the 3 rows of --eval_data are rows of --data"]
-                            ), ([changed], []), ([], []):
-        inputs.what_is_shared(rows, held_out, warnings := {})
-        assert [one[:len(word)] for one, word in zip(warnings, words, strict=True)] == words
 
 
 # ---- files, names and functions

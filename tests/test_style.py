@@ -22,7 +22,7 @@ HELPER = 12_000  # bytes of a file of tests/, but for the reference: helpers are
 CORE = 52_000  # tokens of code of the core: prose does not count, so nobody has to squeeze it
 ORDER = """errors files settings part verifiers worker dist losses rewards texts messages data batch
            family model_files model rollout plan inputs log metrics identity checkpoint evaluate
-           flags same_policy run grpo ppo nano""".split()  # a file imports what stands before it
+           flags run grpo ppo nano""".split()  # a file imports what stands before it
 PYTHON = {str(path.relative_to(ROOT)): path for path in tracked() if path.suffix == ".py"}
 PARTS = {name: path for name, path in PYTHON.items()
          if re.fullmatch(r"parts/\w+/\w+\.py", name)}

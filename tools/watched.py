@@ -60,9 +60,10 @@ class Watched(rollout.Engine):
     first time, when the trainer has no moments yet; and at the peak of the rollouts. seconds: of
     each sleep and load. Of all ranks the largest numbers are written."""
 
-    def __init__(self, run):
-        self.gib, self.seconds = {"before": in_use(run.world.device)}, defaultdict(list)
-        super().__init__(run)
+    def __init__(self, args, world, inputs, *given):
+        self.gib, self.seconds = {"before": in_use(world.device)}, defaultdict(list)
+        self.memory = inputs.plan.memory
+        super().__init__(args, world, inputs, *given)
         [self.chosen] = self.llm.collective_rpc(of_worker)
 
     @contextmanager
@@ -96,7 +97,7 @@ class Watched(rollout.Engine):
     def close(self):
         ranks = self.world.gather([{"gib": self.gib, "seconds": self.seconds,
                                     "trainer": sorted(kernels)}])
-        memory = self.run.inputs.plan.memory
+        memory = self.memory
         found = self.chosen | {"trainer": ranks[0]["trainer"], "ranks": self.world.size} | {
             what: {name: np.max([rank[what][name] for rank in ranks], axis=0).tolist()
                    for name in ranks[0][what]} for what in ("gib", "seconds")}

@@ -84,7 +84,7 @@ def step() -> str:
     left, middle, right, top, low = 32, 292, 552, 104, 254
     out = [text(20, 26, "One step, and the files that make it", 15, weight="bold"),
            text(20, 54, "once, before the first step:", 13, GREY),
-           text(200, 54, "flags.py, inputs.py, plan.py, same_policy.py", 14, mono=True),
+           text(200, 54, "flags.py, inputs.py, plan.py, parts/guards", 14, mono=True),
            f'<rect x="14" y="72" width="732" height="296" rx="10" fill="none" stroke="{LINE}" '
            'stroke-dasharray="6 4"/>']
     for x, y, names, words in (

@@ -171,9 +171,7 @@ class Carry:
 class CarryingEngine(Engine):
     """An engine whose completions may go on in the next step."""
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.carry = run.stateful["carry"] = Carry(run.args, run.stream)
+    carry: Carry  # set before the first step
 
     def sample(self, prompts, group, temperature, purpose="train"):
         """See Engine. An evaluation is whole."""

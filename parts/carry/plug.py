@@ -1,6 +1,6 @@
 """Completions that go on in the next step (README.md)."""
+from parts.carry.carry import Carry, CarryingEngine
 from parts.carry.carry import CarryArgs as Flags  # noqa: F401
-from parts.carry.carry import CarryingEngine
 
 METRICS = {
     "carry/in_flight": "completions in flight after the step",
@@ -26,5 +26,10 @@ def sizes(plan):
         plan.in_flight = plan.args.batch * (1 + carry)
 
 
-def engine(kind, run):
-    return CarryingEngine if run.args.parts.carry.carry else None
+def engine(kind, args, config, dtype):
+    return CarryingEngine if args.parts.carry.carry else None
+
+
+def begin(run):
+    if run.args.parts.carry.carry and run.engine:
+        run.engine.carry = run.stateful["carry"] = Carry(run.args, run.stream)

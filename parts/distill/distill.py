@@ -61,16 +61,17 @@ class Args(ClipArgs, CommonArgs):
         """Log-probs, or with --divergence how far they are from the teacher's too."""
         return beside(reference, micro, self.temperature, self.divergence)
 
-    def find_reference(self, files, weights: bool):
+    def find_reference(self, inputs, weights: bool) -> None:
         """See CommonArgs."""
-        return find_teacher(self, files, weights) if self.teacher else files
+        if self.teacher:
+            find_teacher(self, inputs, weights)
 
-    def load_rows(self, flag: str, *given, **options) -> list[Row]:
+    def load_rows(self, flag: str, seed: int, inputs, **options) -> list[Row]:
         """See CommonArgs. Rows to train on have the prompts of --teacher_prompt."""
-        rows, files = super().load_rows(flag, *given, **options), given[1]
+        rows = super().load_rows(flag, seed, inputs, **options)
         if flag == "data" and self.teacher_prompt:
             rows = add_teacher_prompts(
-                rows, files.tokenizer, self.data_args, self.teacher_prompt)
+                rows, inputs.tokenizer, self.data_args, self.teacher_prompt)
         return rows
 
     def rules(self, plan):
@@ -105,7 +106,8 @@ def train(args: Args) -> int:
             with run.engine.generating(run.policy):
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                score_samples(run, samples, args.group)  # without --reward: texts alone
+                # Without --reward only the texts are filled in.
+                score_samples(run.scorer, run.world, run.log, samples, args.group)
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from batch import Batch
 from data import DataArgs, Row, make_row
 from errors import SettingsError
-from inputs import ModelFiles, open_model
+from inputs import Inputs, open_model
 from model_files import shape_from
 from plan import UPDATE_HEAD, Memory, Phase
 from texts import marks_of
@@ -12,15 +12,16 @@ from texts import marks_of
 HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_HEAD
 
 
-def find_teacher(args, files: ModelFiles, weights: bool = True) -> ModelFiles:
-    """files, of --model, with --teacher. SettingsError unless it has the model's vocabulary, a row
-    of its head for each id that the student may sample, and a position for each token."""
+def find_teacher(args, inputs: Inputs, weights: bool = True) -> None:
+    """Makes --teacher the reference model of these inputs. SettingsError unless it has the
+    vocabulary of --model, a row of its head for each id that the student may sample, and a position
+    for each token."""
     folder, lm, tokenizer = open_model(args.teacher, "teacher", weights)
-    if tokenizer.get_vocab() != files.tokenizer.get_vocab():
+    if tokenizer.get_vocab() != inputs.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ. Would work: a larger model of "
                             "the same family.")
-    shape, rows, exact = shape_from(lm), files.shape.vocab, args.divergence != "none"
+    shape, rows, exact = shape_from(lm), inputs.shape.vocab, args.divergence != "none"
     sizes = f"--teacher has {shape.vocab:,} rows and --model {rows:,}"
     if shape.vocab < rows:  # the rows behind the tokenizer's can be sampled too
         raise SettingsError(f"--teacher {args.teacher} needs a head with a row for each of the "
@@ -37,7 +38,7 @@ def find_teacher(args, files: ModelFiles, weights: bool = True) -> ModelFiles:
         raise SettingsError(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at "
                             f"most the {room} positions of --teacher {args.teacher}. Would work: "
                             f"{works}.")
-    return files._replace(reference=folder, shape=replace(files.shape, reference=shape))
+    inputs.reference, inputs.shape = folder, replace(inputs.shape, reference=shape)
 
 
 class TeacherMemory(Memory):

@@ -187,10 +187,13 @@ class Routed(Completion):
 class MixtureEngine(Engine):
     """The engine of a mixture of experts. With --replay_routing it says which ones it used."""
 
+    def __init__(self, args, *given):
+        self.replays = args.parts.experts.replay_routing
+        super().__init__(args, *given)
+
     def options(self, max_len):
         """See Engine."""
-        replays = self.run.args.parts.experts.replay_routing
-        return super().options(max_len) | {"enable_return_routed_experts": replays}
+        return super().options(max_len) | {"enable_return_routed_experts": self.replays}
 
     def take(self, weights):
         """See Engine."""

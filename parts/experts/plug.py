@@ -20,15 +20,14 @@ def policy(kind, args, config, trained):
     return experts.RoutedPolicy if kind is Policy and config.model_type in FAMILIES else None
 
 
-def engine(kind, run):
-    kind = run.policy.module.lm.config.model_type
-    return experts.MixtureEngine if kind in FAMILIES else None
+def engine(kind, args, config, dtype):
+    return experts.MixtureEngine if config.model_type in FAMILIES else None
 
 
-def check(args, files, rows):
+def check(args, inputs):
     """SettingsError: vLLM needs a GPU for this."""
     if torch.cuda.is_available() or args.plan_args.plan or (
-            files.lm.config.model_type not in FAMILIES):
+            inputs.lm.config.model_type not in FAMILIES):
         return
     flags = values_of(args)
     if flags["replay_routing"]:

@@ -11,13 +11,12 @@ from worker import find_file
 FIRST = 200  # rows whose columns are looked at
 
 
-def of_run(args, files, rows: list[data.Row], scorer):
-    """Yields the sentences for a run. files: inputs.ModelFiles. rows: of the training and of the
-    evaluation. scorer: the rewards.Pool that has loaded the rewards."""
-    yield from high_rate(args, files.shape.params)
+def of_run(args, inputs):
+    """Yields the sentences for a run. inputs: inputs.Inputs."""
+    yield from high_rate(args, inputs.shape.params)
     yield from late_counts(args)
-    yield from what_is_unread(args, rows, scorer.reads)
-    yield from what_is_not_computed(files.lm.config)
+    yield from what_is_unread(args, inputs.rows + inputs.eval_rows, inputs.scorer.reads)
+    yield from what_is_not_computed(inputs.lm.config)
 
 
 # ---- numbers ----
@@ -26,7 +25,7 @@ def high_rate(args, parameters: int):
     """Yields a sentence if --lr is far above the usual rate. parameters: of the model."""
     usual = changed(args, lr=None)
     usual.choose_rates(parameters)
-    if args.lr >= 100 * usual.lr:
+    if args.lr and args.lr >= 100 * usual.lr:
         yield (f"--lr {args.lr:g} is {args.lr / usual.lr:,.0f} times the usual rate for a model "
                f"of this size. Would work: --lr {usual.lr:g}.")
 

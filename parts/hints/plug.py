@@ -3,6 +3,6 @@ from parts.hints import hints
 from parts.hints.breaks import with_breaks as words  # noqa: F401
 
 
-def warn(args, files, rows, scorer):
-    """The sentences for a run."""
-    return [*hints.of_run(args, files, rows, scorer)]
+def check(args, inputs):
+    """Adds the sentences for a run to its warnings."""
+    inputs.warnings |= dict.fromkeys(hints.of_run(args, inputs), "")

@@ -33,9 +33,9 @@ class JudgePool(Pool):
     module: ClassVar = "parts.judges.waiting"
     answer: ClassVar = TriedAnswer
 
-    def __init__(self, specs: list[str], args):
+    def __init__(self, specs: list[str], args, read=None):
         self.retries = args.parts.judges.reward_retries
-        super().__init__(specs, args)
+        super().__init__(specs, args, read)
 
     def what(self) -> tuple:
         """See Pool."""

@@ -267,11 +267,11 @@ class AdaptedMemory(Memory):
 class TakingEngine(Engine):
     """An engine that gets the adapter itself."""
 
-    def __init__(self, run):
+    def __init__(self, args, world, inputs, log, models):
         self.request, self.syncs = None, 0  # vLLM's name of the adapter; how often it came
-        layers = [name.removesuffix(".weight") for name in run.policy.layers]
-        self.config = adapter_config(run.args.parts.lora, "", layers)
-        super().__init__(run)
+        layers = [name.removesuffix(".weight") for name in models[0].layers]
+        self.config = adapter_config(args.parts.lora, "", layers)
+        super().__init__(args, world, inputs, log, models)
         # The base comes once, in the first sync: it must be kept.
         self.sleep_level = min(self.sleep_level, 1)
 

@@ -23,16 +23,16 @@ def memory(kind, args, shape):
     return lora.AdaptedMemory if is_on(args) else None
 
 
-def engine(kind, run):
-    if is_on(run.args) and run.args.parts.lora.in_engine(run.dtype == torch.bfloat16):
+def engine(kind, args, config, dtype):
+    if is_on(args) and args.parts.lora.in_engine(dtype == torch.bfloat16):
         return lora.TakingEngine
 
 
-def check(args, files, rows):
+def check(args, inputs):
     """A rate that is not given: ten times full training's, https://thinkingmachines.ai/blog/lora.
     """
     if is_on(args):
-        args.choose_rates(files.shape.params, factor=10)
+        args.choose_rates(inputs.shape.params, factor=10)
 
 
 def end(run):

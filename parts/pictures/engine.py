@@ -11,16 +11,15 @@ HELD = 2  # GiB of pictures' pixels that an engine holds at once
 class LookingEngine(Engine):
     """An engine that sees."""
 
-    def __init__(self, run):
-        config = run.policy.module.lm.config
-        self.eyes = load_eyes(run.args.model, run.inputs.source, config,
-                              *run.args.parts.pictures.limits)
-        super().__init__(run)
+    def __init__(self, args, world, inputs, *given):
+        self.eyes = load_eyes(args.model, inputs.source, inputs.lm.config,
+                              *args.parts.pictures.limits)
+        self.pictured = [*filter(None, map(pictures_in, inputs.rows + inputs.eval_rows))]
+        super().__init__(args, world, inputs, *given)
 
     def options(self, max_len):
         """See Engine. No row of the data has more pictures in its prompt than `most`."""
-        rows = self.run.inputs.rows + self.run.inputs.eval_rows
-        most = max((len(it.sources) for it in map(pictures_in, rows) if it), default=0)
+        most = max((len(row.sources) for row in self.pictured), default=0)
         # vLLM's own normalization would have noise for a mean, by load_format="dummy".
         return super().options(max_len) | {
             "limit_mm_per_prompt": {"image": max(1, most), "video": 0},

@@ -27,13 +27,13 @@ def load_eyes(name: str, folder: str, config, *limits: int, flag: str = "model")
         return FAMILIES[config.model_type].Eyes(folder, config, *limits)
 
 
-def check_template(name: str, files):
+def check_template(name: str, inputs):
     """SettingsError: the processor has another chat template than the tokenizer. vLLM takes the
     processor's, and for a chat with tools the tokenizer's."""
     from transformers import ProcessorMixin
     with as_sentence(f"--model {name} has no processor that transformers can load"):
-        theirs = ProcessorMixin.get_processor_dict(files.folder)[0].get("chat_template")
-    if theirs is not None and theirs != files.tokenizer.chat_template:
+        theirs = ProcessorMixin.get_processor_dict(inputs.source)[0].get("chat_template")
+    if theirs is not None and theirs != inputs.tokenizer.chat_template:
         raise SettingsError(f"--model {name}: its processor's chat template, which vLLM takes for "
                             "pictures, differs from its tokenizer's. Would work: one "
                             "chat_template.jinja, and no chat_template.json.")

@@ -12,12 +12,12 @@ from parts.pictures.rows import make_row as make_pictured_row
 FAMILIES = dict.fromkeys(NAMES, seeing.Seeing)
 
 
-def make_row(make, args, files, spec):
-    config = files.lm.config
+def make_row(make, args, inputs, spec):
+    config = inputs.lm.config
     if config.model_type not in FAMILIES:
         return make
-    eyes = find_eyes(args, config, files.folder, files.reference)
-    check_template(args.model, files)
+    eyes = find_eyes(args, config, inputs.source, inputs.reference)
+    check_template(args.model, inputs)
     return partial(make_pictured_row, make=make, eyes=eyes, folder=folder_of(spec))
 
 
@@ -30,9 +30,8 @@ def policy(kind, args, config, trained):
     return seeing.Seer if config.model_type in FAMILIES else None
 
 
-def engine(kind, run):
-    sees = run.policy.module.lm.config.model_type in FAMILIES
-    return LookingEngine if sees else None
+def engine(kind, args, config, dtype):
+    return LookingEngine if config.model_type in FAMILIES else None
 
 
 def memory(kind, args, shape):

@@ -53,13 +53,13 @@ class Args(CommonArgs):
         """Whether held-out rows are sampled and scored. Their perplexity needs no engine."""
         return bool(self.eval_data and self.reward)
 
-    def load_rows(self, flag: str, seed: int, files, notes: list[str]) -> list[targets.LearnedRow]:
+    def load_rows(self, flag: str, seed: int, inputs) -> list[targets.LearnedRow]:
         """See CommonArgs."""
         rows = super().load_rows(
-            flag, seed, files, notes, partial(targets.make_row, eos_ids=files.ends))
+            flag, seed, inputs, partial(targets.make_row, eos_ids=inputs.ends))
         if rows:
             rows, note = targets.keep(rows, getattr(self, flag), self.max_tokens)
-            notes[-1] += note
+            inputs.notes[-1] += note
         return rows
 
     def rules(self, plan):

@@ -7,9 +7,9 @@ from parts.states.states import Stateful, StateMemory, StateShape
 FAMILIES = {"qwen3_5_text": Stateful}
 
 
-def check(args, files, rows):
+def check(args, inputs):
     """SettingsError: vLLM needs a GPU for this."""
-    kind = files.lm.config.model_type
+    kind = inputs.lm.config.model_type
     if kind in FAMILIES and args.needs_engine and not (
             torch.cuda.is_available() or args.plan_args.plan):
         raise SettingsError(

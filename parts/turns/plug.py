@@ -12,17 +12,18 @@ METRICS = {
 REWARDS = dict.fromkeys(("environment", "turns"), "parts/turns/paid.py")
 
 
-def check(args, files, rows):
+def check(args, inputs):
     """SettingsError: the function of --reply, or the chat template, cannot be used with these rows.
     """
     if args.parts.turns.reply:
+        rows = inputs.rows + inputs.eval_rows
         if any(row.columns.get("chat_template_kwargs") for row in rows):
             raise SettingsError("rows with chat_template_kwargs take no --reply.")
-        turns.check(args, files.tokenizer, files.ends, files.shape.vocab, rows)
+        turns.check(args, inputs.tokenizer, inputs.ends, inputs.shape.vocab, rows)
 
 
-def engine(kind, run):
-    return turns.PlayingEngine if run.args.parts.turns.reply else None
+def engine(kind, args, config, dtype):
+    return turns.PlayingEngine if args.parts.turns.reply else None
 
 
 def pool(kind, args, waits):

@@ -337,12 +337,10 @@ class Episodes:
 class PlayingEngine(Engine):
     """An engine whose completions are episodes."""
 
-    def __init__(self, run):
-        super().__init__(run)
-        inputs = run.inputs
-        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab,
-                        run.args.data_args.system)
-        self.episodes = Episodes(run.args, bridge, run.world, run.log)
+    def __init__(self, args, world, inputs, log, models):
+        super().__init__(args, world, inputs, log, models)
+        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, args.data_args.system)
+        self.episodes = Episodes(args, bridge, world, log)
 
     def sample(self, prompts, group, temperature, purpose="train"):
         """See Engine."""

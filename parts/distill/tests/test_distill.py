@@ -155,7 +155,7 @@ def student_of(home, flags: dict):
     """The flags of a run with a teacher, and the files of its student."""
     student = f"{home}/student"
     lm = model.skeleton(student)
-    files = inputs.ModelFiles(shape_from(lm), inputs.load_tokenizer("it", student), student, lm)
+    files = inputs.Inputs(student, inputs.load_tokenizer("it", student), lm, shape_from(lm), None)
     return fakes.args(distill, model="it", teacher=f"{home}/teacher", **flags), files
 
 
@@ -185,8 +185,9 @@ def test_a_teacher_of_any_size_is_refused_or_grades_what_the_student_may_say(see
     fits = theirs.max_position_embeddings >= longest and (
         theirs.vocab_size == rows or args.divergence == "none" and theirs.vocab_size > rows)
     try:
-        assert find_teacher(args, files).reference == args.teacher
-        assert ranks.results(1, graded, files.folder, args.teacher, args.divergence,
+        find_teacher(args, files)
+        assert files.reference == args.teacher
+        assert ranks.results(1, graded, files.source, args.teacher, args.divergence,
                              [rows - 1] * (longest - 1)) == [True]
     except SettingsError as error:
         assert not fits and "Would work: " in str(error) and len(str(error)) < 300

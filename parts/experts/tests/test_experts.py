@@ -172,9 +172,9 @@ def test_flags_are_for_models_with_experts(refused, name, flags, words):
 
 
 def test_the_experts_of_the_engine_need_a_gpu():
-    files = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
+    inputs = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
     with pytest.raises(SettingsError, match="--replay_routing needs a GPU"):
-        plug.check(fakes.args(replay_routing=True), files, [])
+        plug.check(fakes.args(replay_routing=True), inputs)
 
 
 def test_the_plan_counts_all_parameters_and_those_of_a_token():

@@ -187,11 +187,11 @@ def test_refusals(refused, flags, sentence):
 
 
 def test_rates_that_are_not_given_are_ten_times_those_of_full_training():
-    files, full = SimpleNamespace(shape=SimpleNamespace(params=135_000_000)), ppo.Args()
+    inputs, full = SimpleNamespace(shape=SimpleNamespace(params=135_000_000)), ppo.Args()
     full.choose_rates(135_000_000)
     for given in 0, 0.5:
         args = fakes.args(ppo, lora_rank=8, lr=given)
-        plug.check(args, files, [])
+        plug.check(args, inputs)
         assert args.lr == (given or 10 * full.lr)
         assert args.critic_args.critic_lr == 10 * full.critic_args.critic_lr
 
@@ -204,7 +204,7 @@ def test_an_engine_has_room_for_the_rank_and_keeps_its_base_asleep(monkeypatch):
     lm = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
     policy = SimpleNamespace(args=fakes.args(lora_rank=9), layers={"q_proj.weight": None},
                              module=SimpleNamespace(lm=lm))
-    assert plug.engine(None, SimpleNamespace(args=policy.args, dtype=torch.float32)) is None
+    assert plug.engine(None, policy.args, None, torch.float32) is None
     engine = families.engine_of("", World(device="cuda"), policy, dtype=torch.bfloat16)
     assert isinstance(engine, lora.TakingEngine) and engine.sleep_level == 1
     assert llm.options["max_lora_rank"] == 16 and llm.options["enable_lora"]

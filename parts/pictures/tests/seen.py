@@ -23,7 +23,6 @@ from learning import sample
 from model_files import family_of
 from parts.pictures import kinds
 from parts.pictures import rows as pictured
-from same_policy import compare_policies
 from tools import float64
 
 GROUP = 3  # completions of a prompt
@@ -139,7 +138,7 @@ def engine_run(world, folder: Path, tp: int) -> list[list[float]]:
         rounding = (plain - exact)[likely].abs().max()
         found.append([float(gap.abs().max() / rounding) for gap in (
             (ours - plain)[likely], (ours - theirs)[sampled])])
-        compare_policies(families.run_of(world, policy, engine, prompts))
+        families.compare(families.run_of(world, policy, engine, prompts))
         families.update(world, policy, batch_of(samples))
     engine.close()
     return found

@@ -375,7 +375,7 @@ def test_what_does_not_fit_a_models_files_is_refused(family, tmp_path):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
     with pytest.raises(SettingsError, match="--teacher t must see as --model"):
         kinds.find_eyes(args, config_of(family), source, str(tmp_path / "text"))
-    files = inputs.ModelFiles(None, inputs.load_tokenizer("x", str(copy)), str(copy), None)
+    files = inputs.Inputs(str(copy), inputs.load_tokenizer("x", str(copy)), None, None, None)
     kinds.check_template("x", files)
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": "Other"}))

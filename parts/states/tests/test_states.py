@@ -49,9 +49,9 @@ def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(tmp_path)
 
 
 def test_it_is_refused_where_a_run_on_a_cpu_has_an_engine():
-    files = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type=KIND)))
+    inputs = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(model_type=KIND)))
     words = "on a CPU vLLM computes a qwen3_5_text .* Would work: a GPU, or sft.py"
     with pytest.raises(SettingsError, match=words):
-        plug.check(fakes.args(), files, [])
-    plug.check(SimpleNamespace(needs_engine=False), files, [])
+        plug.check(fakes.args(), inputs)
+    plug.check(SimpleNamespace(needs_engine=False), inputs)
     assert plug.FAMILIES[KIND] is states.Stateful

@@ -363,5 +363,6 @@ def test_a_reply_that_can_be_used_needs_one_template_for_all_rows(tmp_path):
 def checked(folder, reward: str, **columns) -> None:
     """What is checked of Own in own.py before weights load, with a row of these columns."""
     args = fakes.args(reply=f"{folder}/own.py:Own", reward_workers=1, reward=(reward,))
-    files = SimpleNamespace(tokenizer=TOKENIZER, ends=[2], shape=SimpleNamespace(vocab=320))
-    plug.check(args, files, [data.Row(0, "q", [5], "a", columns, "")])
+    row = data.Row(0, "q", [5], "a", columns, "")
+    plug.check(args, SimpleNamespace(tokenizer=TOKENIZER, ends=[2], rows=[row], eval_rows=[],
+                                     shape=SimpleNamespace(vocab=320)))

@@ -1,4 +1,4 @@
-"""same_policy.py: compares engine, trainer and transformers before the first step.
+"""logprobs.py: compares engine, trainer and transformers before the first step.
 
 Each of the three computes the log-probs of the same few completions. If one of them lacks something
 (a key of config.json, a weight that was not loaded, a mask), the numbers differ and the run ends
@@ -6,6 +6,7 @@ before it learns from a wrong policy. So no list of supported keys is needed.
 
 Read `compare_policies` first. M is the number of sampled tokens in these completions.
 """
+from dataclasses import dataclass
 from itertools import cycle, islice
 
 import numpy as np
@@ -17,12 +18,21 @@ from data import Prompt, Row
 from errors import SettingsError
 from rewards import Score
 from rollout import Request, hash_seed
+from settings import Flags, Positive
 
 ROWS, LONGEST, TOKENS = 8, 2, 64  # prompts; how many of them are the longest; tokens after each
 ROUNDINGS, LEAST, MOST = 2, 0.005, 0.15  # the limit in bfloat16: its roundings, its range in nats
 OF_ENGINE = "the engine did not take all weights, or lacks what this config.json asks for"
 OF_TRAINER = ("LogprobModel in model.py or attention in batch.py lacks what this model does, or a "
               "row reaches its neighbour")
+
+
+@dataclass
+class GuardArgs(Flags):
+    """The comparison before step 1"""
+    max_gap: Positive | None = None
+    """Largest allowed difference between log-probs of transformers, trainer and engine, in nats per
+    token. None: 1e-3; in bfloat16 twice this model's rounding error, 0.005 to 0.15."""
 
 
 def compare_policies(run):
@@ -55,7 +65,7 @@ def judge(run, gaps: dict[str, float], rounding: float):
     1e-3. In bfloat16 without --max_gap it is measured: gaps of right programs are about the
     `rounding` (bench/RESULTS.md), so twice that is allowed.
     """
-    given = run.args.run_args.max_gap
+    given = run.args.parts.guards.max_gap
     limit = given or 1e-3
     what = f"--max_gap {limit:g}"
     if run.dtype == torch.bfloat16 and not given:
