@@ -89,13 +89,13 @@ class Counts:
 
 
 class Ordered(Stream):
-    """A stream of prompts in the order of a function. run: the run.Run, for its rows, flags and
-    ranks."""
+    """A stream of prompts in the order of a function. args: the script's. world: the ranks; None:
+    no prompt is drawn."""
 
-    def __init__(self, run):
-        super().__init__(run.inputs.rows, run.args.seed)
-        self.args, self.world = run.args, run.world
-        self.function = load(run.args.parts.order.order)
+    def __init__(self, rows: list[Row], args, world):
+        super().__init__(rows, args.seed)
+        self.args, self.world = args, world
+        self.function = load(args.parts.order.order)
         # The function gets copies: what it writes into them reaches no prompt and no reward.
         self.shown = [replace(row, prompt_ids=[*row.prompt_ids], columns=deepcopy(row.columns))
                       for row in self.rows]
@@ -239,11 +239,11 @@ def epoch_of(weights: np.ndarray, seed: int, epoch: int) -> list[int]:
 
 
 class OrderedEngine(Engine):
-    """An engine that shows the stream what it sampled."""
+    """An engine that shows its `stream` what it sampled."""
 
     def sample(self, prompts, group, temperature, purpose="train"):
         """See Engine."""
         samples = super().sample(prompts, group, temperature, purpose)
         if purpose == "train":
-            self.run.stream.unread.append((*samples,))  # rewards.score_samples completes them
+            self.stream.unread.append((*samples,))  # rewards.score_samples completes them
         return samples

@@ -14,13 +14,18 @@ def sizes(plan):
         plan.batches = sorted({*plan.batches, 1}, reverse=True)
 
 
-def engine(kind, run):
-    return order.OrderedEngine if ordered(run.args) else None
+def engine(kind, args, config, dtype):
+    return order.OrderedEngine if ordered(args) else None
+
+
+def check(args, inputs):
+    """SettingsError: the function cannot be used. It is called once for the first epoch."""
+    if ordered(args):
+        order.Ordered(inputs.rows, args, None).ask()
 
 
 def begin(run):
-    """The stream is another one from here on. The first epoch is asked for before any step."""
+    """From here on the prompts come from another stream."""
     if ordered(run.args):
-        run.stream = run.stateful["stream"] = order.Ordered(run)
-        if not run.start:
-            run.world.together(run.stream.ask)
+        run.stream = run.engine.stream = order.Ordered(run.inputs.rows, run.args, run.world)
+        run.stateful["stream"] = run.stream

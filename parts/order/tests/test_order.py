@@ -1,7 +1,6 @@
 """Which rows are drawn next: the function's results, what it is told, and exact resume."""
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +24,11 @@ OWN = """def own(rows, known, *, seed, epoch):
 """
 
 
-def stream(tmp_path, code: str, n: int = 6, world=None, **flags) -> order.Ordered:
+def stream(tmp_path, code: str, n: int = 6, **flags) -> order.Ordered:
     """The stream of a run of n rows with this file."""
     (tmp_path / "own.py").write_text(code)
     args = fakes.args(order=f"{tmp_path}/own.py:own", **flags)
-    return order.Ordered(SimpleNamespace(args=args, world=world or fakes.World(), inputs=(
-        SimpleNamespace(rows=fakes.rows(n)))))
+    return order.Ordered(fakes.rows(n), args, fakes.World())
 
 
 def drawn(it, n: int = 4, steps: int = 5) -> list[list[tuple[int, int]]]:
