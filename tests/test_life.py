@@ -107,6 +107,33 @@ def test_an_evaluation_changes_nothing_of_the_run(life):
     assert {p.name for p in life.place.glob("runs/*")} == {"x"}
 
 
+def test_a_run_is_asked_before_and_after_and_stays_as_it_is(life):
+    """tools/ask.py, with the engine itself: of an ended run, of a checkpoint, of a model."""
+    life.begin(2)
+
+    def asked(*words: str) -> tuple[int, str]:
+        done = subprocess.run([PYTHON, ROOT / "tools/ask.py", *words], cwd=life.place, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+        return done.returncode, done.stdout
+
+    before = {path: path.read_bytes() for path in life.run.rglob("*") if path.is_file()}
+    status, text = asked("runs/x", "--row", "2", "-k", "2")
+    assert status == 0 and "Sort 600101" in text, text
+    sides = re.findall(r"^--- (\w+): (.+)", text, re.M)
+    assert [side for side, _ in sides] == ["before", "after"] and sides[1][1].endswith("x/model")
+    assert len(re.findall(r"^\[\d+\] ", text, re.M)) == 4
+    assert {p: p.read_bytes() for p in life.run.rglob("*") if p.is_file()} == before
+    (life.run / "done.json").unlink()
+    status, text = asked("runs/x", "Sort 12", "-k", "1")
+    assert status == 0 and "Sort 12" in text and "after: " in text and "[0]" not in text, text
+    assert {p for p in life.run.rglob("*") if p.is_file()} == before.keys() - {
+        life.run / "done.json"}
+    for words, said in (["nowhere", "hi"], "nowhere"), (["runs/x"], "nothing is asked"), (
+            ["runs/x", "--row", "4"], "1 to 3"), (["runs/x", "{"], "no object in JSON"):
+        status, text = asked(*words)
+        assert status and said in text and "Traceback" not in text, text
+
+
 def test_a_plan_changes_nothing_and_plans_the_ranks_of_torchrun(life):
     life.begin(1)
     before = {path: path.read_bytes() for path in life.run.rglob("*") if path.is_file()}
