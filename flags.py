@@ -18,6 +18,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
@@ -138,6 +139,19 @@ def chosen(flag: str, spec: str) -> Chosen:
     cannot be loaded, has no such function, or the function's arguments are not those of TAKES."""
     if spec in NAMES[flag]:
         return Chosen(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
+    function, module = function_of(flag, spec, *TAKES[flag])
+    known = {name.lower(): vars(module)[name] for name in ("refuses", "PER", "LEAST")
+             if name in vars(module)}
+    uses_old = "old_logprobs" in inspect.signature(function).parameters
+    if flag == "loss":
+        function = checked_loss(function, spec)
+    return Chosen(function, uses_old=uses_old, **known)
+
+
+def function_of(flag: str, spec: str, by_order: str, by_name: str) -> tuple[Callable, ModuleType]:
+    """Loads the file of a flag's FILE.py:NAME → the function, and the module. by_order, by_name:
+    the names of its arguments. SettingsError: the file cannot be loaded, has no such function, or
+    it takes other arguments."""
     path, name = find(flag, spec)
     try:
         module = load_file(path)
@@ -145,20 +159,15 @@ def chosen(flag: str, spec: str) -> Chosen:
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
                             f"{error}. Would work: a file that `python {path}` runs.") from error
     function = vars(module).get(name)
-    by_order, by_name = (words.split() for words in TAKES[flag])
+    by_order, by_name = by_order.split(), by_name.split()
     try:
-        signature = inspect.signature(function)
-        signature.bind(*by_order, **dict.fromkeys(by_name))
+        inspect.signature(function).bind(*by_order, **dict.fromkeys(by_name))
     except (TypeError, ValueError) as error:
         why = error if function else "there is none"
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last ({why}).") from error
-    known = {name.lower(): vars(module)[name] for name in ("refuses", "PER", "LEAST")
-             if name in vars(module)}
-    if flag == "loss":
-        function = checked_loss(function, spec)
-    return Chosen(function, uses_old="old_logprobs" in signature.parameters, **known)
+    return function, module
 
 
 def checked_loss(function, spec: str):
@@ -185,8 +194,8 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
     file, _, name = spec.rpartition(":")
     if file.endswith(".py") and (path := find_file(file)):
         return path.resolve(), name
-    works = f"{', '.join(NAMES[flag])}, or a function of a file: --{flag} FILE.py:NAME"
-    if (ROOT / "variants" / f"{spec}.py").is_file():
+    works = ", ".join([*NAMES.get(flag, ()), f"a function of a file: --{flag} FILE.py:NAME"])
+    if flag in NAMES and (ROOT / "variants" / f"{spec}.py").is_file():
         works = f"--{flag} variants/{spec}.py:{spec}"
     raise SettingsError(f"--{flag} {spec}: there is no such {flag}, and no such file here or in "
                         f"{ROOT}. Would work: {works}.")
@@ -239,8 +248,6 @@ class RunArgs(Flags):
     """End the run after an evaluation with at least this pass@1, as after the last step."""
     samples_every: Count = 10
     """Steps between printing a few completions and saving all of them in samples/."""
-    wandb: str | None = None
-    """A Weights & Biases project, such as samestep. Offline without a key."""
     target_reward: tuple[Number, Number] | None = None
     """Exit with status 1 unless the mean reward of the first 3 steps is at most the first number,
     and that of the last 10 at least the second."""

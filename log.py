@@ -1,14 +1,13 @@
 """log.py: a run's output: lines, metrics, samples, the grade.
 
-Rank 0 writes. A failure of optional output (W&B, samples, the curve) never ends a run.
+Rank 0 writes. A failure of optional output (samples, the curve) never ends a run.
 
-Top to bottom: Log (lines, metrics.jsonl, W&B), Meter (means of metrics over tokens), samples, and
+Top to bottom: Log (lines, metrics.jsonl), Meter (means of metrics over tokens), samples, and
 the grade at the end. metrics.py has the definition of every metric, files.py the run's folder.
 """
 import io
 import json
 import math
-import os
 import platform
 import reprlib
 import statistics
@@ -41,7 +40,6 @@ LINE = {  # the metrics that are printed of a step, if they are there
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
-WANDB_OFF = "wandb is off from here"
 BAD_STEPS = 3  # after this many in a row with a non-finite gradient, the run ends
 
 
@@ -70,14 +68,14 @@ def duration(seconds: float) -> str:
 
 class Log:
     """A run's folder and output. Every rank has a Log, but only rank 0's writes. steps: of the
-    whole run, for the time left. project: of Weights & Biases, or None."""
+    whole run, for the time left."""
 
-    def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
-        self.folder, self.world, self.steps, self.project = folder, world, steps, project
+    def __init__(self, folder: Path, world: World, steps: int):
+        self.folder, self.world, self.steps = folder, world, steps
         self.bad_steps, self.writing = 0, world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
         self.times = defaultdict(float)  # {time/NAME: seconds in this step}
-        self.wandb = None
+        self.readers = []  # objects whose write(row) gets each row; parts add theirs
         # Figures of an evaluation that are compared at the end, and the flag that grades each.
         self.compared = {"eval/pass@1": "target_eval"}
 
@@ -88,13 +86,11 @@ class Log:
 
     @contextmanager
     def decoration(self, what: str):
-        """Context manager for optional output (W&B, samples, the curve, the page). A failure inside
+        """Context manager for optional output (samples, the curve, the page). A failure inside
         never ends the run: it prints a line that begins with `what`."""
         try:
             yield
         except Exception as error:
-            if what == WANDB_OFF:
-                self.wandb = None
             why = " ".join(str(error).split())[:200]
             self.say(f"{what}: {type(error).__name__}: {why}")
 
@@ -121,8 +117,6 @@ class Log:
         write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
         write_whole(self.folder / "plan.txt", plan_text)
         self.forget(start)
-        if self.project:
-            self.open_wandb(args)
 
     def move_aside(self):
         """Moves all files of the folder to runs/NAME.1, or the next number that is free. It is
@@ -166,33 +160,10 @@ class Log:
         found = [row for row in self.rows if "eval/pass@1" in row]
         return max(found, key=lambda row: row["eval/pass@1"], default={})
 
-    # ---- Weights & Biases ----
-
-    def open_wandb(self, args: dict):
-        """Starts logging to Weights & Biases, offline if there is no key. The id contains the time
-        at which the run began: a resumed run continues there, and a reused name is a new run."""
-        began = "".join(filter(str.isdigit, args["began"]))
-        with self.decoration(WANDB_OFF):
-            import wandb
-            known = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
-            self.wandb = wandb.init(
-                project=self.project, name=self.folder.name, resume="allow",
-                id=f"{self.folder.name}-{began}", dir=self.folder, config=args,
-                mode=None if known else "offline")
-
-    def write_wandb(self, row: dict):
-        """Sends a row to Weights & Biases. Of an evaluation it sends only eval/, because its times
-        would replace those of the step."""
-        prefix = "eval/" if is_evaluation(row) else ""
-        shown = {key: value for key, value in row.items() if key.startswith(prefix)}
-        with self.decoration(WANDB_OFF):
-            self.wandb.log(shown, step=row["step"])
-
     def close(self):
-        """Ends Weights & Biases."""
-        if self.wandb:
-            with self.decoration(WANDB_OFF):
-                self.wandb.finish()
+        """Ends what reads the rows."""
+        for reader in self.readers:
+            reader.close()
 
     # ---- a step ----
 
@@ -205,8 +176,8 @@ class Log:
 
     def step(self, step: int, metrics: dict):
         """Writes the metrics after `step` steps, with the seconds of `time` and the peak of memory,
-        to metrics.jsonl, W&B and the screen. Numbers have 10 digits; one that is not finite becomes
-        null. All ranks must call it (a collective)."""
+        to metrics.jsonl, the readers and the screen. Numbers have 10 digits; one that is not finite
+        becomes null. All ranks must call it (a collective)."""
         peak = torch.tensor(peak_memory(self.world.device) / 2**30, dtype=torch.float64)
         peak_gb = float(self.world.max(peak))  # of the rank that needed most
         row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak_gb}
@@ -220,8 +191,8 @@ class Log:
         path = self.folder / "metrics.jsonl"
         with writing(path), open(path, "a") as file:
             file.write(as_lines([row]))
-        if self.wandb:
-            self.write_wandb(row)
+        for reader in self.readers:
+            reader.write(row)
         self.say(self.evaluation_line(row) if is_evaluation(row) else self.step_line(row))
 
     def evaluation_line(self, row: dict) -> str:

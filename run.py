@@ -56,7 +56,7 @@ def set_up(args, kind=None) -> "Run":
         settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.
     out = world.gather([files.output_folder(folder, args)])[0]
-    run_log = log.Log(out, world, args.steps, args.run_args.wandb)
+    run_log = log.Log(out, world, args.steps)
     open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, values_of(args) | {
         "script": args.script, "ranks": world.size, "versions": log.versions(), "began": began,
         "changes": settings.get("changes", [])})
@@ -334,7 +334,7 @@ class Run:
         export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
 
     def close(self):
-        """Ends Weights & Biases, the reward workers and, if there is one, the engine with the
+        """Ends the log's readers, the reward workers and, if there is one, the engine with the
         process group. All ranks must call it (a collective)."""
         self.log.close()
         self.scorer.close()

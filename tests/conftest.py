@@ -40,8 +40,8 @@ PROMISES = {
     "Exact resume": "resume life",
     "Each formula is the paper's": "losses",
     "The engine is the policy": "engine model",
-    "A reward cannot hang a run, and nothing that a model wrote is executed":
-        "rewards numbers doors lake",
+    "A reward cannot hang a run, and nothing that a model wrote is executed but in a sandbox":
+        "rewards numbers doors lake expressions",
     "Each row and template is read as transformers reads it, or refused":
         "rows convert ends dates columns brought",
     "A run does what its flags say, and shows what it did":

@@ -132,21 +132,6 @@ def recorded(place: str, seen):
     return act
 
 
-class Wandb:
-    """In the place of wandb: it records, and with RECORD_WANDB=away its server does not answer."""
-
-    def __init__(self, **how):
-        record("wandb.init", how)
-
-    def log(self, row, step):
-        record("wandb.log", [row, step])
-        if os.environ.get("RECORD_WANDB") == "away":
-            raise ConnectionError("the server is away")
-
-    def finish(self):
-        record("wandb.finish", None)
-
-
 def main() -> None:
     if sys.argv[1:] in ([], ["--help"]):
         return print(__doc__)
@@ -157,8 +142,6 @@ def main() -> None:
         place, *how = one.split(":")
         wrap(PLACES[place], fault(*how))
     if "RECORD" in os.environ:
-        import wandb
-        wandb.init, wandb.login = Wandb, lambda **asked: asked != {"prompt": False, "verify": False}
         for place, seen in RECORDED.items():
             wrap(place, recorded(place, seen))
     script.main()

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import faults
 from forked import PYTHON
@@ -38,9 +39,9 @@ def lines(first: int, n: int) -> str:
 
 
 @cache
-def made_once(steps: int, ranks: int = 1) -> "Life":
-    """A run that ended after so many steps, and was left alone."""
-    it = Life(Path(tempfile.mkdtemp(prefix="life-")))
+def made_once(kind: type, steps: int, ranks: int = 1) -> "Life":
+    """A run that ended after so many steps, and was left alone. kind: Life, or a class of it."""
+    it = kind(Path(tempfile.mkdtemp(prefix="life-")))
     atexit.register(shutil.rmtree, it.place, ignore_errors=True)
     assert it.go(steps=steps, ranks=ranks) == 0, it.text
     return it
@@ -49,29 +50,31 @@ def made_once(steps: int, ranks: int = 1) -> "Life":
 class Life:
     """A folder with a run `x`, and what is known of it."""
 
+    files: ClassVar = {
+        "rew.py": REWARD.format(1), "loss.py": LOSS.format(1), "adv.py": ADVANTAGE.format(1),
+        "rows.jsonl": lines(500100, 12), "ev.jsonl": lines(600100, 3)}
+    more: ClassVar = []  # flags of a kind of run
+
     def __init__(self, place: Path):
         self.place, self.run, self.text = place, place / "runs/x", ""
         (place / "runs").mkdir(parents=True)
         shutil.copytree(faults.model(), place / "model")
-        for name, text in {"rew.py": REWARD.format(1), "loss.py": LOSS.format(1), "adv.py":
-                           ADVANTAGE.format(1), "rows.jsonl": lines(500100, 12),
-                           "ev.jsonl": lines(600100, 3)}.items():
+        for name, text in self.files.items():
             (place / name).write_text(text)
         self.exact = True  # nothing that acts on a number has changed
         self.acts, self.idle = [], []  # words for the edits since the last start
 
-    @staticmethod
-    def flags() -> list[str]:
-        return [*FLAGS]
+    def flags(self) -> list[str]:
+        return [*FLAGS, *self.more]
 
     def begin(self, steps: int):
         """The run has ended after so many steps. It was made once, and is copied."""
-        made = made_once(steps)
+        made = made_once(type(self), steps)
         shutil.copytree(made.run, self.run)
 
     def alone(self, steps: int, ranks: int = 1) -> list[dict]:
         """The rows of the same run, which nobody disturbs."""
-        return made_once(steps, ranks).rows()
+        return made_once(type(self), steps, ranks).rows()
 
     # ---- commands
 
@@ -93,7 +96,7 @@ class Life:
         """Starts the run or resumes it, and holds what must hold. steps: None resumes by its name
         alone."""
         before, begins = self.seen(), faults.last(self.run)
-        words = [*FLAGS, "--name", "x", "--steps", str(steps), *flags] if steps else [
+        words = [*self.flags(), "--name", "x", "--steps", str(steps), *flags] if steps else [
             "--name", "x", *flags]
         status = self.command(*words, **options)
         self.hold(before, begins, status, "--steps" in words or begins > 0)

@@ -23,7 +23,7 @@ WORDS = {  # of flags that are text
     "advantage": [*NAMES["advantage"], *FILES, "maxrl", "gpro"],
     "reward": [("exact",), ("math", "exact")], "data": ["", "x"],
     "name": [None, "..", "a/b", "tiny-1", "\ud800", "é" * 101, "my-run"], "model": ["", "x"],
-    "stop": [("a", ""), ("a",)], "wandb": [None, "", "x"],
+    "stop": [("a", ""), ("a",)],
     "prompt_template": [None, "", "{question}"]}
 
 

@@ -54,6 +54,21 @@ def test_equal_seeds_are_paired_and_the_last_common_steps_count(tmp_path, capsys
     assert "reward/exact" in text and "A is better by 0.049 to 0.052." in text
 
 
+def test_a_change_is_kept_if_it_is_better_twice_on_other_seeds(tmp_path, capsys):
+    for name, seeds, gain in ("a", range(5), 0), ("b", range(5), 0.2), ("c", range(5, 10), 0), (
+            "d", range(5, 10), 0.2), ("e", range(5, 10), 0.0):
+        for seed in seeds:
+            made(tmp_path / name / str(seed), seed, [
+                0.4 + gain + 0.01 * (seed * 7 % 5) + 0.01 * (name == "e") * (-1) ** seed] * 10)
+    a, b, c, d, e = (tmp_path / name for name in "abcde")
+    assert "\nKeep B: " in printed(capsys, a, "--", b, "--again", c, "--", d)
+    assert "Do not keep B: comparison 2" in printed(capsys, a, "--", b, "--again", c, "--", e)
+    text = printed(capsys, "--reward", "exact", a, "--", a, "--again", c, "--", d)
+    assert "Do not keep B: comparison 1" in text and "comparison 2\n" not in text
+    with pytest.raises(SettingsError, match=r"has the seeds \[0, 1, 2, 3, 4\] of the first"):
+        compare.main([str(x) for x in (a, "--", b, "--again", a, "--", b)])
+
+
 def test_one_run_a_side_claims_nothing_about_seeds(tmp_path, capsys):
     a = made(tmp_path / "a", 0, [0.1] * 10, [0, None, 0, 1] * 25)
     b = made(tmp_path / "b", 1, [0.9] * 10, [1, 1, 0, 1] * 25)

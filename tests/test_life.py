@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 import faults
 from forked import PYTHON
-from life import ADVANTAGE, FLAGS, LOSS, REWARD, ROOT, Life, lines
+from life import ADVANTAGE, LOSS, REWARD, ROOT, Life, lines
 
 
 @pytest.fixture
@@ -105,6 +105,33 @@ def test_an_evaluation_changes_nothing_of_the_run(life):
     (life.run / "done.json").unlink()
     assert life.command("--name", "x", "--eval_only") == 2 and "no checkpoint" in life.text
     assert {p.name for p in life.place.glob("runs/*")} == {"x"}
+
+
+def test_a_run_is_asked_before_and_after_and_stays_as_it_is(life):
+    """tools/ask.py, with the engine itself: of an ended run, of a checkpoint, of a model."""
+    life.begin(2)
+
+    def asked(*words: str) -> tuple[int, str]:
+        done = subprocess.run([PYTHON, ROOT / "tools/ask.py", *words], cwd=life.place, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+        return done.returncode, done.stdout
+
+    before = {path: path.read_bytes() for path in life.run.rglob("*") if path.is_file()}
+    status, text = asked("runs/x", "--row", "2", "-k", "2")
+    assert status == 0 and "Sort 600101" in text, text
+    sides = re.findall(r"^--- (\w+): (.+)", text, re.M)
+    assert [side for side, _ in sides] == ["before", "after"] and sides[1][1].endswith("x/model")
+    assert len(re.findall(r"^\[\d+\] ", text, re.M)) == 4
+    assert {p: p.read_bytes() for p in life.run.rglob("*") if p.is_file()} == before
+    (life.run / "done.json").unlink()
+    status, text = asked("runs/x", "Sort 12", "-k", "1")
+    assert status == 0 and "Sort 12" in text and "after: " in text and "[0]" not in text, text
+    assert {p for p in life.run.rglob("*") if p.is_file()} == before.keys() - {
+        life.run / "done.json"}
+    for words, said in (["nowhere", "hi"], "nowhere"), (["runs/x"], "nothing is asked"), (
+            ["runs/x", "--row", "4"], "1 to 3"), (["runs/x", "{"], "no object in JSON"):
+        status, text = asked(*words)
+        assert status and said in text and "Traceback" not in text, text
 
 
 def test_a_plan_changes_nothing_and_plans_the_ranks_of_torchrun(life):
@@ -201,10 +228,10 @@ def test_a_kill_is_no_kill(life, number):
 
 def test_a_run_that_another_process_writes_is_refused_first(life):
     """Before its rows are read, which took 12 s."""
-    process = life.start(*Life.flags(), "--name", "x", "--steps", "4", FAULTS="rollout:0:1:hang")
+    process = life.start(*life.flags(), "--name", "x", "--steps", "4", FAULTS="rollout:0:1:hang")
     while not (life.run / "checkpoints/step_1").exists():
         time.sleep(0.05)
-    assert life.command(*Life.flags(), "--name", "x") == 2, life.text
+    assert life.command(*life.flags(), "--name", "x") == 2, life.text
     assert "another run is writing runs/x" in life.text and "prompts kept" not in life.text
     assert life.command("--name", "x", "--eval_only") == 0, life.text  # it only reads
     process.kill()
@@ -268,10 +295,12 @@ TOOLS = ["report.py runs/x --out page.html", "samples.py runs/x", "score.py runs
 class AnyLife(RuleBasedStateMachine):
     """What may happen to the folder of a run, in any order. `Life.go` holds what must hold."""
 
+    kind = Life
+
     def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory(prefix="life-")
-        self.life, self.edits = Life(Path(self.folder.name)), 1
+        self.life, self.edits = self.kind(Path(self.folder.name)), 1
 
     @rule(steps=st.integers(1, 6), full=st.booleans())
     def start(self, steps, full):
@@ -341,7 +370,7 @@ class AnyLife(RuleBasedStateMachine):
     def copy_it(self):
         """A copy is resumed as the run would be."""
         shutil.copytree(self.life.run, copy := self.life.place / "runs/y", dirs_exist_ok=True)
-        status = self.life.command(*FLAGS, "--name", "y", "--steps", "6")
+        status = self.life.command(*self.life.flags(), "--name", "y", "--steps", "6")
         assert status in (0, 2), self.life.text
         shutil.rmtree(copy)
 

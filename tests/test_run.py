@@ -47,7 +47,7 @@ def near(completion, answer, **row):
 FLAGS = f"""--data train.jsonl --eval_data test.jsonl --reward exact mine.py:near:0.5 --batch {P}
     --group {G} --steps {STEPS} --seed {SEED} --temperature 0.9 --max_tokens 12 --update_tokens 200
     --max_prompt_tokens 64 --lr 1e-3 --warmup_steps 2 --lr_schedule linear --eval_samples 3
-    --eval_temperature 0.8 --eval_every 6 --samples_every 1 --wandb test --timeout 77
+    --eval_temperature 0.8 --eval_every 6 --samples_every 1 --timeout 77
     --minibatches 1"""
 OF_SCRIPT = {
     "grpo": "--dynamic_sampling --refills 2 --kl_loss_coef 0.01 --target_reward 1 0 --save_every 5",
@@ -58,8 +58,7 @@ OF_SCRIPT = {
 @pytest.fixture(scope="module", params=SCRIPTS)
 def made(request, tmp_path_factory):
     """The recorded run of a script on two ranks: its folder, rows and calls of each rank. That of
-    grpo.py is two engines, a reached grade and a Weights & Biases that answers; that of ppo.py one
-    engine, a missed grade and a server that is away."""
+    grpo.py is two engines and a reached grade; that of ppo.py one engine and a missed grade."""
     place, script = tmp_path_factory.mktemp(request.param), request.param
     (place / "mine.py").write_text(MINE)
     for name, number, split in ("train", ROWS, "train"), ("test", 7, "test"):
@@ -68,8 +67,7 @@ def made(request, tmp_path_factory):
         (place / f"{name}.jsonl").write_text(files.as_lines(rows))
     status, text = faults.Attempt(
         place, "--model", faults.model(), "--name", "x", *FLAGS.split(), *OF_SCRIPT[script].split(),
-        script=script, RECORD=str(place), RECORD_WANDB="away" if script == "ppo" else "",
-        STARTED_AS="./run.sh job").end()
+        script=script, RECORD=str(place), STARTED_AS="./run.sh job").end()
     folder = place / "runs/x"
     assert (folder / "done.json").exists(), text
     rows = read(folder / "metrics.jsonl")
@@ -279,22 +277,6 @@ def test_the_definitions_of_all_metrics_are_printed():
     shown = " ".join(ranks.script("grpo.py", "--metrics").stdout.split())
     for table in [*metrics.METRICS.values(), *part.asked("METRICS").values()]:
         assert all(f" {name} {definition}" in shown for name, definition in table.items())
-
-
-def test_weights_and_biases_gets_every_row_and_its_failure_costs_a_line(made):
-    """Nobody is asked for a key; an evaluation sends no times, which would replace the step's; the
-    id has the time of the beginning, so a name that is used again is another run."""
-    assert not called(made, "wandb.init", 1)
-    how, = called(made, "wandb.init")
-    began = re.sub(r"\D", "", read(made.folder / "args.json")["began"])
-    expected = {"project": "test", "mode": "offline", "resume": "allow", "id": f"x-{began}"}
-    assert expected.items() <= how.items()
-    sent = [[{name: value for name, value in row.items() if name.startswith("eval/")}
-             if is_evaluation(row) else row, row["step"]] for row in made.rows]
-    away = "wandb is off from here: ConnectionError: the server is away"
-    answers = made.script == "grpo"
-    assert called(made, "wandb.log") == (sent if answers else sent[:1])
-    assert (made.text.count(away), len(called(made, "wandb.finish"))) == (1 - answers, answers)
 
 
 # ---- what a run is called, when it saves, how it is graded

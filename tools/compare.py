@@ -2,6 +2,8 @@
 
     python tools/compare.py [--reward kk01] results/kk-coin.json -- runs/kk-0 runs/kk-1 runs/kk-2
 
+    python tools/compare.py A ... -- B ... --again A ... -- B ...     keep B? (results/speedrun.md)
+
 Compared are the reward of the last 10 steps that all runs have, the last pass@1 that all have, and
 the rows of their last evaluations. The interval (Student's t) over seeds tells what other seeds
 would give; equal seeds are paired. Over rows it tells what other rows would give.
@@ -71,14 +73,44 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
     return texts
 
 
-def main(words: list[str]) -> None:
+def keep(words: list[str]) -> None:
+    """Compares twice, with other seeds of both sides the second time, and says whether to keep B:
+    if the first interval over seeds is above 0 in both. --again stands between the two."""
+    cut = words.index("--again")
+    options = words[:2] if words[0] == "--reward" else []
+    tried, seeds = (words[:cut], [*options, *words[cut + 1:]]), []
+    for number, one in enumerate(tried, 1):
+        print(f"comparison {number}")
+        sides, name = sides_of(one)
+        seeds.append({seed for side in sides for seed in side})
+        found = compare(sides, name)
+        print("\n".join(found))
+        better = [text for text in found if "seeds)" in text][:1]
+        if not (better and "B is better" in better[0]):
+            print(f"Do not keep B: comparison {number} does not show that it is better.")
+            return
+    if seeds[0] & seeds[1]:
+        raise SettingsError(f"the second comparison has the seeds {sorted(seeds[0] & seeds[1])} of "
+                            "the first. Would work: fresh seeds of both sides.")
+    print("Keep B: it is better in both comparisons.")
+
+
+def sides_of(words: list[str]) -> tuple[list[dict[int, plot.Run]], str]:
+    """Returns the runs of the two sides, by seed, and the metric of --reward."""
     parser = argparse.ArgumentParser(usage=__doc__.replace("%", "%%"))
     parser.add_argument("--reward", default="mean", help="reward/NAME of metrics.jsonl")
     parser.add_argument("a", nargs="+", metavar="A ... -- B")
     cut = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:cut])
     sides = [read("A", asked.a), read("B", words[cut + 1:])]
-    print("\n".join(compare(sides, f"reward/{asked.reward}")))
+    return sides, f"reward/{asked.reward}"
+
+
+def main(words: list[str]) -> None:
+    if "--again" in words:
+        keep(words)
+    else:
+        print("\n".join(compare(*sides_of(words))))
 
 
 if __name__ == "__main__":
