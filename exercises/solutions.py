@@ -77,4 +77,26 @@ metric = "reward/exact"  # what is wanted, measured beside what is paid for
     13: '''
 cause = "the learning rate is too high"
 metric = "policy/entropy"  # nearly uniform: log of the vocabulary is the most that it can be
+''',
+    14: '''
+def clipped_loss(ratio, A, low, high):
+    return -torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A)
+''',
+    15: '''
+def pass_at_k(n, c, k):
+    miss = 1.0  # that none of the k is right: they are different samples
+    for i in range(k):
+        miss *= max(0, n - c - i) / (n - i)
+    return 1 - miss
+''',
+    16: '''
+class Stream:
+    def __init__(self, rows, seed, position=0):
+        self.rows, self.seed, self.position = rows, seed, position
+
+    def next(self):
+        epoch, place = divmod(self.position, len(self.rows))
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        self.position += 1
+        return self.rows[order[place]]
 '''}

@@ -4,12 +4,15 @@ A mistake is a small edit of grpo.py, in a file of its own, tried with its own p
 """
 import re
 import subprocess
+import sys
 
 import pytest
 
+import fakes
 from families import ROOT
+from flags import parse
 from forked import PYTHON
-from tools import prove
+from tools import prove, uphill
 
 SOME = """import sys
 from tools import prove
@@ -30,6 +33,28 @@ MISTAKES = """
 6 | (w * loss).sum() | (w * (loss + 0.1 * (logp - old).square())).sum()
 5 | meter = Meter(world)\
  | policy.n = getattr(policy, "n", 0) + 1; advantages = advantages / policy.n; meter = Meter(world)
+7 | policy_loss(logp, old, A, | policy_loss(logp, old, -A,
+7 | old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()\
+ | old = logp.detach()
+""".strip().splitlines()
+# Other mistakes that break the last promise, in grpo.py.
+DOWNHILL = """
+loss + args.kl_loss_coef * kl | loss - args.kl_loss_coef * kl | --kl_loss_coef 0.05
+loss + args.kl_loss_coef * kl | loss + args.kl_loss_coef * kl.detach() | --kl_loss_coef 0.05
+micro, args.temperature, args.entropy_coef != 0) | micro, 1.0, args.entropy_coef != 0)
+loss_tokens[rows], args.aggregation | batch.all_tokens[rows], args.aggregation
+loss - args.entropy_coef * entropy | loss - args.entropy_coef * entropy.detach()\
+ | --entropy_coef 0.01
+rewards = rewards - args.kl_reward_coef | rewards = rewards + args.kl_reward_coef\
+ | --kl_reward_coef 0.05
+old, engine, micro.row, n_rows | engine, old, micro.row, n_rows | --engine_correction truncate
+batch.minibatches(args.minibatches, args.epochs) | batch.minibatches(args.minibatches, 1)
+A = micro.take(advantages).to(logp.dtype) | A = micro.take(advantages).to(logp.dtype).abs()
+batch.all_tokens, args.max_tokens, args.overlong | batch.tokens, args.max_tokens, args.overlong\
+ | --overlong_buffer 3
+old = micro.take(old_logprobs) if | old = micro.engine_logprobs if
+cut = batch.truncated & args.overlong_filter | cut = ~batch.truncated & args.overlong_filter\
+ | --overlong_filter
 """.strip().splitlines()
 MINE = '''import torch
 
@@ -96,15 +121,112 @@ def test_a_mistake_breaks_its_promise(mistake, tmp_path):
 
 
 @pytest.mark.parametrize("promises, words", [
-    ("0123456", "--group 4"), ("134", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
+    ("01234567", "--group 4"), ("1347", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
      "--entropy_coef 0.01 --engine_correction truncate --aggregation sequence"),
-    ("3", "--loss {}/mine.py:soft --group 2"), ("4", "--advantage {}/mine.py:pass_at_2 --group 4")])
+    ("37", "--loss {}/mine.py:soft --group 2"),
+    ("4", "--advantage {}/mine.py:pass_at_2 --group 4")])
 def test_what_is_shipped_keeps_its_promises(promises, words, tmp_path):
     """So do a loss and an advantage of a file. One that needs rewards of 0 and 1 gets them."""
     (tmp_path / "mine.py").write_text(MINE)
     printed = keeps(promises, words.format(tmp_path))
     assert ("no gradient: does your function need other rewards? From here they are 0 or"
             in printed) == ("pass_at_2" in words)
+
+
+OWN = {  # a file's function, by the flag that takes it, and what is said of its mistake
+    "loss upside_down": "slope of the objective", "loss detached": "gradient",
+    "loss doubled": "slope of the objective", "loss of_probabilities": "slope of the objective",
+    "loss only_good": "slope of the objective", "advantage reversed_sign": "rise of the expected",
+    "advantage of_the_neighbour": "rise of the expected",
+    "advantage of_the_size": "rise of the expected"}
+WRONG = """import losses
+from losses import capped_ratio, group_advantages
+
+def upside_down(logp, old, A, row, **others):
+    return capped_ratio(logp, old) * A, {}
+
+def detached(logp, old, A, row, **others):
+    return -capped_ratio(logp, old).detach() * A + 0 * logp, {}
+
+def doubled(logp, old, A, row, **others):
+    return -2 * capped_ratio(logp, old) * A, {}
+
+def of_probabilities(logp, old, A, row, **others):
+    return -logp.exp() * A, {}
+
+def only_good(logp, old, A, row, **others):
+    return -capped_ratio(logp, old) * A.clamp(min=0), {}
+
+def centred(rewards, group, scored):
+    return group_advantages(rewards, group, kind="dr_grpo", eps=0, scored=scored)
+
+def reversed_sign(rewards, group, *, scored, **others):
+    return -centred(rewards, group, scored)
+
+def of_the_neighbour(rewards, group, *, scored, **others):
+    return centred(rewards.view(-1, group).roll(1, 1).flatten(), group, scored)
+
+def of_the_size(rewards, group, *, scored, **others):
+    return centred(rewards, group, scored).abs()
+"""
+
+
+def uphill_of(path, words: str, monkeypatch) -> tuple[float, str]:
+    """The last promise of a file with these flags, in this process → prove.judge of it."""
+    file = prove.load(str(path))
+    monkeypatch.setattr(sys, "argv", ["", *words.split()])
+    args = parse(file.Args, "")
+    args.choose_rates(0)
+    ours, stated = uphill.outcomes(args, file, fakes.World(), binary="pass_at" in words)
+    return prove.judge([("stated", "ours")], {"stated": stated, "ours": ours})
+
+
+@pytest.mark.parametrize("mistake", DOWNHILL)
+def test_a_step_that_is_not_what_the_flags_state_falls_short(mistake, tmp_path, monkeypatch):
+    """It holds with the same flags before the mistake."""
+    old, new, *flags = mistake.split(" | ")
+    text, words = (ROOT / "grpo.py").read_text(), f"--group 4 {' '.join(flags)}"
+    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in grpo.py"
+    for name, code in ("right", text), ("wrong", text.replace(old, new)):
+        (tmp_path / f"{name}.py").write_text(code)
+    assert uphill_of(tmp_path / "right.py", words, monkeypatch)[0] < prove.LIMIT
+    assert uphill_of(tmp_path / "wrong.py", words, monkeypatch)[0] > 1e-3
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_step_of_a_file_that_does_not_go_uphill_falls_short(name, tmp_path, monkeypatch):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    flag, function = name.split()
+    words = f"--{flag} {tmp_path}/wrong.py:{function} --group 4"
+    figure, what = uphill_of(ROOT / "grpo.py", words, monkeypatch)
+    assert figure > 1e-3 and OWN[name] in what
+
+
+@pytest.mark.parametrize("words", RECIPES + [
+    "--group 1 --advantage reinforce++ --kl_reward_coef 0.1",
+    "--kl_loss_coef 0.1 --kl_estimator k1", "ppo.py --lam 1 --gamma 0.9 --entropy_coef 0.01",
+    "--kl_loss_coef 0.1 --kl_estimator k2 --entropy_coef 0.01 --aggregation sequence",
+    "--entropy_coef -0.05 --reward exact:0", "--loss reinforce --overlong_filter",
+    "--engine_correction sequence_mask --aggregation prompt", "--dual_clip 3 --temperature 0.5",
+    "--loss {}/mine.py:soft", "ppo.py --lam 0 --kl_reward_coef 0.05 --value_clip 0.02"])
+def test_a_sound_step_goes_uphill(words, tmp_path, monkeypatch):
+    """Each recipe, and flags that no recipe has: no false alarm."""
+    (tmp_path / "mine.py").write_text(MINE)
+    path, _, rest = words.rpartition("ppo.py ")
+    path = "ppo.py" if words.startswith("ppo.py") else "grpo.py"
+    figure, what = uphill_of(ROOT / path, rest.format(tmp_path), monkeypatch)
+    assert figure < prove.LIMIT, what
+
+
+@pytest.mark.parametrize("sign, verdict", [("+", "holds"), ("-", "falls short")])
+def test_of_a_term_with_a_flag_of_its_own_only_the_rise_is_judged(sign, verdict, tmp_path):
+    """A copy of grpo.py has a term that no flag of grpo.py states."""
+    text = (ROOT / "grpo.py").read_text()
+    text = text.replace("    refills: int = 3\n", "    refills: int = 3\n    pull: float = 0.01\n")
+    text = text.replace("(w * loss).sum()", f"(w * ({sign}loss + args.pull * logp**2)).sum()")
+    (tmp_path / "mine.py").write_text(text)
+    found, printed = proved("7", f"{tmp_path}/mine.py --group 4")
+    assert found == [verdict] and "What --pull state is not known" in printed
 
 
 def test_a_loss_that_returns_something_else_is_said_once(tmp_path):
@@ -129,4 +251,4 @@ def test_a_draw_over_the_batch_falls_short(tmp_path):
 @pytest.mark.parametrize("words", RECIPES)
 def test_recipes(words):
     """Each recipe of the page keeps all promises."""
-    keeps("0123456", words)
+    keeps("01234567", words)

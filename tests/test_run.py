@@ -9,6 +9,7 @@ from datetime import datetime
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ import log
 import metrics
 import part
 import ranks
+import tables
 from data import Stream
 from dist import share
 from errors import SettingsError
@@ -350,6 +352,63 @@ def test_a_step_says_what_is_left_and_whether_it_learned(steps, skipped, bad, no
     line = it.step_line({"step": 3, "grad/norm": norm, "update/steps": steps, "time/step": 3.0,
                          "update/skipped": skipped, "grad/norm_not_finite": bad})
     assert ("nothing to learn from" in line) == told and line.endswith("5 min left")
+
+
+# The updates without a finite gradient in each step, of the policy and of a critic; the count that
+# is printed of each step ("": nothing), and "ends" if the run ends there.
+BAD = """
+0 0 0 0 | | ,,,
+1 0 1 0 1 0 1 | | 1,,1,,1,,1
+1 1 0 1 1 0 1 1 | | 1,2,,1,2,,1,2
+1 1 1 | | 1,2,3 ends
+4 1 2 | | 1,2,3 ends
+0 1 1 0 1 1 1 | | ,1,2,,1,2,3 ends
+0 0 0 | 1 1 1 | 1,2,3 ends
+1 0 1 | 0 1 0 | 1,2,3 ends
+1 0 0 1 | 0 1 0 1 | 1,2,,1
+"""
+
+
+@pytest.mark.parametrize("policy, critic, printed", tables.table(BAD))
+def test_steps_without_a_finite_gradient_are_counted_in_a_row(policy, critic, printed):
+    """After a good step the count begins again. Three in a row end the run."""
+    it, said, ended = log.Log(Path(), fakes.World(), 100), [], False
+    critics = critic.split() or ["0"] * len(policy.split())
+    for bad, of_critic in zip(policy.split(), critics, strict=True):
+        lines = []
+        it.say = lines.append
+        metrics = {"grad/norm_not_finite": int(bad), "grad/norm": 1.0, "update/skipped": 5}
+        metrics |= {"critic/grad_norm_not_finite": int(of_critic)} if critic else {}
+        try:
+            it.watch(metrics)
+        except RuntimeError as error:
+            ended = "3 steps in a row had no finite gradient" in str(error)
+        said.append(lines[0].rpartition(" ")[2] if lines else "")
+        assert not lines or lines[0].startswith(f"{int(bad) + int(of_critic)} updates had")
+    assert ",".join(said) + " ends" * ended == printed
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_ends_after_three_steps_without_a_finite_gradient(monkeypatch, tmp_path, script):
+    """`train` watches each step after its row is written. What follows the step, such as a
+    checkpoint, is not reached by the third."""
+    module, run = SCRIPTS[script], mock.MagicMock(start=0, end=9, evaluations=())
+    run.log = log.Log(tmp_path, fakes.World(), 9)
+    run.log.times["time/rollout"] = 1.0
+    args = fakes.args(script, **{"critic_lr": 1e-3} if script == "ppo" else {})
+    monkeypatch.setattr(module, "set_up", lambda args: run)
+    monkeypatch.setattr(module, "sample_metrics", lambda *_: {"time/step": 1.0})
+    monkeypatch.setattr(module, "score_samples", lambda *_: None)
+    run.engine.metrics, run.stream.position = {}, 0
+    steps = iter([1, 0, 1, 1, 1, 1])
+    monkeypatch.setattr(module, "learn", lambda *_, **__: {
+        "grad/norm_not_finite": next(steps), "grad/norm": 0.0, "batch/dropped": 0,
+        "update/steps": 1, "update/skipped": 0})
+    with pytest.raises(RuntimeError, match="3 steps in a row had no finite gradient"):
+        module.train(args)
+    assert [call.args[0] for call in run.after_step.call_args_list] == [1, 2, 3, 4]
+    rows = files.read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
 
 
 def test_a_terminal_that_closed_ends_no_run():

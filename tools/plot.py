@@ -29,7 +29,7 @@ UNITS = {"eval/pass@1": "share of rows", "policy/entropy": "nats", "rollout/leng
 
 class Run(NamedTuple):
     path: Path                             # its folder, or results/JOB/seed_N of a file
-    args: dict                             # its flags; of a file the seed alone
+    args: dict                             # its flags; of a file: seed, command, reward
     metrics: dict[str, dict[int, float]]   # each one by steps done; null counts as not there
 
 
@@ -63,7 +63,8 @@ def seeds_of(job: dict, path: Path) -> list[Run]:
             for name, values in columns.items():
                 rows = zip(columns["step"], values, strict=True)
                 metrics.setdefault(name, {}).update({k: v for k, v in rows if v is not None})
-        found.append(Run(path / f"seed_{seed}", {"seed": int(seed)}, metrics))
+        args = {"seed": int(seed)} | {key: job[key] for key in ("command", "reward") if key in job}
+        found.append(Run(path / f"seed_{seed}", args, metrics))
     return found
 
 
@@ -91,7 +92,7 @@ def find(paths) -> list[list[Run]]:
         for run in runs_in(path):
             flags = [(k, v) for k, v in sorted(run.args.items())
                      if k not in ("seed", "name", "versions")]
-            same = json.dumps(flags) if flags else str(path)
+            same = str(path) if path.is_file() else json.dumps(flags)
             groups.setdefault((same, seen[same, run.args["seed"]]), []).append(run)
             seen[same, run.args["seed"]] += 1
     return [*groups.values()]

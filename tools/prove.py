@@ -1,11 +1,12 @@
-"""tools/prove.py: does `learn` keep seven promises, with your settings and in your own file?
+"""tools/prove.py: does `learn` keep eight promises, with your settings and in your own file?
 
     ./run.sh prove --advantage rloo     grpo.py with these flags; --loss mine.py:NAME too
     ./run.sh prove ppo.py --lam 0.9     another script
     ./run.sh prove mine.py --beta 0.1   your copy of one
 
 The file's own `learn` gets made-up samples and a random Qwen2 of two layers, in float64, on CPU, in
-ways that must make one update. Exit status 1: a promise is broken.
+ways that must make one update; and all rollouts of a policy that is a table (tools/uphill.py).
+Exit status 1: a promise is broken.
 """
 import importlib.util
 import math
@@ -36,12 +37,12 @@ from flags import parse
 from model_files import config_of
 from rewards import Score
 from settings import changed
-from tools import float64
+from tools import float64, uphill
 
 LIMIT = 1e-12  # as README.md promises
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
 TINY = 1e-300  # it changes no sum but 0
-
+ROLLOUTS, STATED = "every rollout of a table", "what the flags state"  # the second comes of it
 
 # A promise: (pairs of trials that must come to the same, what may break it).
 PROMISES = {
@@ -60,7 +61,10 @@ PROMISES = {
         [("two steps", "resumed")], "state outside of models and optimizers"),
     "skipped: what is in no pass has no gradient": (
         [("base", "nothing skipped")],
-        "a term that acts where the advantage is 0, and is not in `others_act` of learn")}
+        "a term that acts where the advantage is 0, and is not in `others_act` of learn"),
+    "uphill: the expected step is what the flags state": (
+        [(STATED, ROLLOUTS)], "a wrong sign, a detached term, a temperature left out, another "
+        "denominator, or π_old that moves")}
 
 
 # ---- samples that are easy to learn from in a wrong way ----
@@ -110,6 +114,7 @@ class Trial:
     whitens: bool = True  # else no losses.whiten, batch_std and metrics
     resumes: bool = False  # from the checkpoint within the trial of two steps
     skips: bool = True  # else each completion in the loss is computed, also with advantage 0
+    binary: bool | None = None  # of every rollout (uphill.py), whether rewards are 0 and 1
 
 
 def shrunk(args):
@@ -149,7 +154,8 @@ def trials(args, binary: bool) -> dict[str, Trial]:
         "others altered": Trial(one, [others], **of_group),
         "two steps": Trial(args, [rows, later]),
         "resumed": Trial(args, [later], ranks=3, resumes=True),
-        "nothing skipped": Trial(args, [rows], skips=False)}
+        "nothing skipped": Trial(args, [rows], skips=False),
+        ROLLOUTS: Trial(args, [], binary=binary)}
 
 
 # ---- one trial, in processes that end with it ----
@@ -258,7 +264,11 @@ def rank(number: int, port: int, trial: Trial, file, folder: str) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="prove",
         TORCHELASTIC_USE_AGENT_STORE=True).items()}
     world = dist.join(timeout=60)
-    outcome = attempt(trial, file, world, folder)
+    if trial.binary is None:
+        outcome = attempt(trial, file, world, folder)
+    else:
+        outcome, stated = uphill.outcomes(trial.args, file, world, trial.binary)
+        outcome[STATED] = stated
     if number == 0:
         torch.save(outcome, f"{folder}/outcome")
     world.end()  # all together
@@ -280,8 +290,8 @@ def run(name: str, trial: Trial, file, folder: str) -> dict:
 # ---- the table ----
 
 def learns(outcome: dict) -> bool:
-    """Whether a gradient is not 0."""
-    return any(what.startswith("gradient") and x.any() for what, x in outcome.items())
+    """Whether a gradient is not 0, or its direction is judged."""
+    return any(what.startswith(("gradient", "rise")) and x.any() for what, x in outcome.items())
 
 
 def judge(pairs, outcomes: dict) -> tuple[float, str]:
@@ -304,8 +314,14 @@ def judge(pairs, outcomes: dict) -> tuple[float, str]:
 
 def prove(file, args) -> bool:
     """Prints for each promise whether `learn` keeps it → all hold."""
-    args, broken = shrunk(args), False
-    wanted = {name for pairs, _ in PROMISES.values() for pair in pairs for name in pair}
+    args, broken, promises = shrunk(args), False, PROMISES
+    if why := uphill.why_not(args):
+        print(f"Not tried: uphill, because of this script: {why}.")
+        promises = {text: one for text, one in PROMISES.items() if one[0][0][0] != STATED}
+    elif own := uphill.own_flags(args):
+        print(f"What --{', --'.join(own)} state is not known: uphill only means that the expected "
+              "reward rises.")
+    wanted = {name for pairs, _ in promises.values() for pair in pairs for name in pair}
     with tempfile.TemporaryDirectory() as folder:
         float64.make(folder, VOCAB)
         chosen = trials(args, binary=False)
@@ -317,7 +333,8 @@ def prove(file, args) -> bool:
             chosen, outcomes = trials(args, binary=True), {}
         outcomes |= {name: run(name, trial, file, folder) for name, trial in chosen.items()
                      if name in wanted - outcomes.keys()}
-    for text, (pairs, mistake) in PROMISES.items():
+        outcomes[STATED] = outcomes.get(ROLLOUTS, {}).pop(STATED, {})
+    for text, (pairs, mistake) in promises.items():
         figure, what = judge(pairs, outcomes)
         verdict = "holds"
         if figure > LIMIT:
