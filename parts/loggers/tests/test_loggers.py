@@ -108,6 +108,8 @@ def test_one_that_cannot_start_ends_the_run_with_a_sentence(life, code, said):
 
 
 def test_flags(refused):
+    assert refused("grpo", "wandb=''", "--wandb must not be empty")
+    assert refused("grpo", "wandb='x'", "fine")
     assert refused("grpo", "logger=('a.py:b','a.py:b')",
                    "--logger names one twice & no such file & no such file")
 
