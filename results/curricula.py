@@ -97,8 +97,8 @@ differences to the order as it is are paired by seed, with 95 % intervals by Stu
 |---|---|---|---|---|---|
 {table}
 
-An interval that contains 0 shows no gain. Six intervals are looked at, so one in twenty of them
-would miss 0 by chance.
+An interval that contains 0 shows no gain. With six intervals, at least one misses 0 by chance in
+about a quarter of such tables (1 − 0.95⁶).
 """
 
 
