@@ -78,11 +78,10 @@ from types import SimpleNamespace
 import torch
 import rollout
 try:
-    rollout.Engine(SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu")), inputs=None,
-        args=SimpleNamespace(engine_args=rollout.EngineArgs())))
+    rollout.Engine(SimpleNamespace(engine_args=rollout.EngineArgs()),
+                   SimpleNamespace(device=torch.device("cpu")), None, None, [])
 except AttributeError as error:  # behind the imports
-    assert "'log'" in str(error), error
+    assert "'model_args'" in str(error), error
 assert "vllm" in sys.modules
 print([name for name in ("scipy.signal", "opentelemetry.exporter") if name in sys.modules])
 import scipy.signal

@@ -441,7 +441,7 @@ def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch
     """A crash of the machine leaves the old file or the new one, never an empty one."""
     order, shipped = [], Path.replace
     for name in "fsync", "sync":
-        monkeypatch.setattr(log.os, name, lambda *number: order.append("fsync"))
+        monkeypatch.setattr(os, name, lambda *number: order.append("fsync"))
     for name in "replace", "rename":
         monkeypatch.setattr(Path, name, lambda self, to: (order.append("rename"),
                                                           shipped(self, to)))

@@ -12,7 +12,8 @@ from settings import lists_of, values_of
 
 LISTS = {name for script in fakes.SCRIPTS.values() for name in lists_of(script.Args())}
 VALUES = {"reward": "exact:1 short:0.2 format", "stop": "END -- --x -1 ###",
-          "offload": "params optimizer reference", "lora_targets": "q_proj up_proj k_proj"}
+          "offload": "params optimizer reference", "lora_targets": "q_proj up_proj k_proj",
+          "logger": "a.py:x b.py:y c.py:z"}
 
 
 @pytest.fixture
