@@ -345,6 +345,8 @@ class Batch:
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
+        # The first number of a Size says which samples share a prompt. It is only compared, and
+        # never used as an index: some of the samples may be left out.
         self.sizes, last = [], None
         for i, sample in enumerate(samples):
             data_row = sample.prompt.row

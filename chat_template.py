@@ -217,6 +217,7 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
                 for part in text.split("QX7")]
         return [re.findall(token, run) for run in runs] + [[]] * 3
 
+    # Of ChatML: [<|im_start|>], [<|im_end|>, <|im_start|>], [<|im_end|>].
     before, header, closing, *_ = written("user", "assistant")
     again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
     header = [t for t in header if t not in closing][:1]  # the first: <think> may follow

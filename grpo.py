@@ -7,7 +7,7 @@
 One step: the engine samples G completions for each of P prompts. Each completion gets a reward. Its
 advantage is its reward minus the mean reward of its group, the completions of the same prompt. A
 gradient step then makes the better completions more likely. There is no critic: the group's mean is
-the baseline. (ppo.py is the same loop with a critic.) GRPO as in the paper also divides the
+the baseline. (ppo.py is the same loop with a critic.) The paper's GRPO also divides the
 advantage by the group's std and each completion's loss by its length, and adds a KL term:
 --advantage grpo --aggregation sequence --kl_loss_coef 0.04. Not implemented: process rewards, and
 periodic updates of the reference model.
@@ -54,7 +54,7 @@ class Args(flags.LossArgs, CommonArgs):
     FILE.py:NAME, such as variants/sapo.py:sapo. variants/ also has gmpo, dppo, ipo, opsm and
     geometric."""
     kl_loss_coef: float = 0.0
-    """β: the coefficient of a KL term in the loss, relative to the starting model. 0: no KL term.
+    """β: the coefficient of a term in the loss for the KL to the starting model. 0: no KL term.
     """
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
     """Expected gradients: k1: 0. k2: that of KL(π‖ref). k3 (GRPO): that of KL(ref‖π). k3_ratio
@@ -183,7 +183,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         if not weights.any():  # no token in the loss, so no optimizer step
             meter.skipped += 1
             continue
-        # Metrics loss/… are averaged over all tokens in the loss, the others over those computed.
+        # Metrics named loss/… are means over all tokens in the loss; others, over those computed.
         meter.in_loss += float(weights @ loss_tokens.double())
         # If no rows are left, still take the step: the gradient is 0, but momentum is not.
         rows = [r for r in rows if learns[r]]
@@ -220,9 +220,9 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     """Returns the log-probs of the sampled tokens before the update, under the policy and under the
     reference model: (M,) each, in nats, or None if not needed.
 
-    With one update per rollout, the update computes log π_old itself (unless the advantage needs
-    it), and the ratio is exactly 1.
-    among (N,) bool: the completions to compute; the others' tokens are NaN. All ranks must call
+    With one update per rollout, the update's own forward pass gives log π_old, so the ratio is
+    exactly 1 (unless the advantage needs log π_old earlier).
+    among (N,) bool: the completions to compute; tokens of the others get NaN. All ranks must call
     this function (a collective).
     """
     def score(model, name: str):
@@ -281,8 +281,8 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
 
 def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs):
     """Calls the function of --advantage FILE.py:NAME and returns the advantages, (M,).
-    variants/__init__.py describes its arguments. SettingsError: it does not return a finite number
-    per completion, or per token if the file sets PER."""
+    variants/__init__.py describes its arguments. SettingsError: it does not return one finite
+    number per completion (or per token, if the file sets PER so)."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
     chosen = flags.chosen("advantage", args.advantage)
@@ -301,10 +301,10 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:
-    """Applies DAPO's dynamic sampling. Returns the samples to train on, and the number of other
-    samples, by reason.
+    """Applies DAPO's dynamic sampling. Returns the samples to train on, and how many samples
+    were left out, by reason.
 
-    Keeps the groups whose rewards differ. While there are fewer than --batch, appends a rollout of
+    Keeps the groups whose rewards differ. While it has fewer than --batch, appends a rollout of
     new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, section 3.2
     """
     kept, looked_at = [], 0

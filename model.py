@@ -142,6 +142,7 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     inputs (batch.attention). SettingsError: this model_type is not supported; `flag` is the flag
     named in the message."""
     from transformers import AttentionInterface
+    # It gets what transformers does not know of a model's inputs, such as `packed` of a Micro.
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
     family = family_of(config)

@@ -291,7 +291,7 @@ class Pool:
     calls and waits for its answers. A worker that is late or dies is killed and replaced.
 
     specs: the words of --reward. args: the script's. read: decodes the ids of a completion into
-    the text for a reward (texts.reader); None: `ask` gets texts.
+    the text for a reward (chat_template.reader); None: `ask` gets texts.
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run

@@ -76,8 +76,8 @@ class Request(NamedTuple):
 
 
 def hash_seed(*parts: int | str) -> int:
-    """Hashes its arguments to a 63-bit seed. With seed + i, as in vLLM's `n=k`, prompts with nearby
-    seeds would have completions with equal seeds."""
+    """Hashes its arguments to a 63-bit seed. With seed + i, as in vLLM's `n=k`, completions of
+    prompts with nearby seeds would share seeds."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
@@ -121,17 +121,17 @@ class Engine:
             generation_config="vllm",  # not the model's own temperature, top_p, …
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=self.args.gpu_memory_utilization,
-            # From the plan. None: nothing is left for it, and vLLM reports how much it needs.
+            # From the plan. None: no memory is left for it; vLLM then reports how much it needs.
             kv_cache_memory_bytes=int(inputs.kv_cache) or None, **self.options(max_len))
-        if self.on_gpu:  # LLM() sets one thread, which would slow down --cpu_offload's AdamW
+        if self.on_gpu:  # LLM() limits torch to one thread, which slows --cpu_offload's AdamW
             torch.set_num_threads(threads)
 
     def options(self, max_len: int) -> dict:
         """Returns the arguments of vllm.LLM that differ between GPU and CPU. max_len: the longest
         sequence, in tokens."""
         tokens, seqs = engine_limits(self.args, card_bytes(), max_len)
-        # With chunked prefill, vLLM computes prompts in chunks and rewinds their random generators,
-        # which on a CPU fails in any call with more than 4,096 prompt tokens. None: the default.
+        # With chunked prefill, vLLM computes prompts in chunks and rewinds their random generators.
+        # On a CPU that fails in any call with more than 4,096 prompt tokens. None: the default.
         return {"enforce_eager": self.args.eager or not self.on_gpu,
                 "enable_chunked_prefill": None if self.on_gpu else False,
                 "block_size": None if self.on_gpu else block_tokens(None, max_len),
@@ -286,7 +286,7 @@ class Engine:
         """Shuts down the engine and the process group, unless the engine is asleep. It must be the
         last call of a run. All ranks must call it (a collective)."""
         self.world.end()  # without its barrier FSDP's threads may abort
-        # A sleeping engine is left to the end of the process (dist.run): its shutdown would free
+        # The end of the process (dist.run) cleans up a sleeping engine: its shutdown would free
         # memory that sleep has already freed, with a CUDA error for each block.
         if self.asleep:
             return
@@ -338,8 +338,8 @@ def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
 
 
 def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int, int]:
-    """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the prompt tokens
-    computed in one pass and the completions generated at once, at most. card: bytes of the GPU;
+    """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the most
+    prompt tokens in one pass and the most completions generated at once. card: bytes of the GPU;
     None on a CPU. longest: tokens of the longest sequence, which on a CPU must fit in one pass.
 
     These are vLLM's defaults (get_batch_defaults in engine/arg_utils.py), except on an 80 GB A100,
@@ -387,11 +387,12 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
         return
     # vLLM would repack each linear layer at each sync, and drop the tensors that `take` copies
     # into. torch's kernel uses them unpacked. With 106 million parameters, a sync takes 0.05 core
-    # seconds instead of 0.8, but 64 completions of 32 tokens 8.0 instead of 6.2 (bench/RESULTS.md).
+    # seconds instead of 0.8, but 64 completions of 32 tokens take 8.0 instead of 6.2
+    # (bench/RESULTS.md).
     from vllm.model_executor.layers.linear import LinearBase
     LinearBase._cpu_skip_gemm_dispatch = True
     if args.tp > 1:
-        # Use gloo between ranks: vLLM leaves its shared memory behind, and the next run fails with
-        # "errno: 17".
+        # Use gloo between ranks: otherwise vLLM leaves its shared memory behind, and the next run
+        # fails with "errno: 17".
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
