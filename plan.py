@@ -190,9 +190,11 @@ class Plan:
         a, prompts = self.args, self.batches[0]
         yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
         if self.n_rows:
+            rest = self.n_rows % a.batch
+            last = rest if rest in self.batches else prompts
             yield (f"  data       {count(self.n_rows, 'prompt')}, "
                    f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
-                   f"{count(self.batches[-1], 'prompt')} in the last")
+                   f"{count(last, 'prompt')} in the last")
         if a.needs_rollouts:
             n = prompts * a.group
             yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "

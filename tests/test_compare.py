@@ -120,7 +120,8 @@ def test_without_a_variance_there_is_no_verdict(a, b):
 
 
 @pytest.mark.parametrize("flags, name, why", [
-    (dict(reward=["exact", "math:0.5"]), "reward/mean", "other rewards"),
+    (dict(reward=["exact", "math:0.5"]), "reward/mean", "Would work: --reward exact."),
+    (dict(reward=["exact:0.5", "math"]), "reward/mean", "other rewards"),
     (dict(reward=["mine.py:exact"]), "eval/pass@1", "other rewards"),
     (dict(reward=["math", "exact"]), "eval/pass@1", "other rewards"),
     (dict(eval_samples=4), "eval/pass@1", "--eval_samples is 1 or 4"),

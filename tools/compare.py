@@ -227,6 +227,7 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
     have. SettingsError: they have none that was measured in the same way."""
     runs, texts, refused, absent = [run for side in sides for run in side.values()], [], [], []
     said, mixed = differences(sides)
+    shared = sorted(set.intersection(*(set(rewards(run)) for run in runs)))  # names of rewards
     for name, last in (reward, 10), ("eval/pass@1", 1):
         steps = sorted(set.intersection(*(set(run.metrics.get(name, ())) for run in runs)))[-last:]
         if not steps or steps[-1] == 0:  # 0: not trained yet
@@ -234,6 +235,9 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
             continue
         if why := unlike(runs, name):
             refused.append(f"{name} is not compared: {'; '.join(why)}.")
+            works = [one for one in shared if not unlike(runs, f"reward/{one}")]
+            if name == "reward/mean" and works:
+                refused[-1] += f" Would work: --reward {works[0]}."
             continue
         means = [{seed: np.mean([run.metrics[name][step] for step in steps])
                   for seed, run in side.items()} for side in sides]

@@ -9,6 +9,7 @@
 A logger gets each row once. A resumed run makes some steps again, and a logger does not get their
 rows again: .loggers.json in the run's folder has the last row that each one got.
 """
+import inspect
 import json
 from dataclasses import dataclass
 
@@ -61,7 +62,9 @@ class Loggers:
         self.running = {}
         for spec in specs:
             try:
-                self.running[spec] = load(spec)(log.folder, settings=read(log.folder / "args.json"))
+                write = load(spec)(log.folder, settings=read(log.folder / "args.json"))
+                inspect.signature(write).bind(0, {})  # TypeError: it cannot be called so
+                self.running[spec] = write
             except (Exception, SystemExit) as error:  # a user's file may raise anything
                 raise SettingsError(f"{name_of(spec)} cannot start: {in_words(error)}. Would work: "
                                     "without it.") from error

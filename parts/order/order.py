@@ -165,6 +165,8 @@ class Ordered(Stream):
             return [place[id(row)] for row in returned]
         if other := [one for one in returned if not isinstance(one, Real | np.bool_)]:
             raise refused(f"a {type(other[0]).__name__} among {len(returned):,} values")
+        if len(returned) > 2 and sorted(returned) == [*range(len(returned))]:
+            raise refused("the places of rows in place of the rows")
         if len(returned) != len(self.rows):
             raise refused(f"{len(returned):,} weights for {len(self.rows):,} rows")
         try:

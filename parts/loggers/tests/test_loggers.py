@@ -98,6 +98,8 @@ def test_a_logger_that_raises_is_off_and_the_run_goes_on(life, fails):
      "--logger own.py:own cannot start: OSError: no server"),
     ("def own(folder, settings):\n    exit(5)\n", "cannot start: SystemExit: 5"),
     ("import nowhere_at_all\n", "No module named 'nowhere_at_all'"),
+    ("def own(folder, *, settings):\n    pass\n", "cannot start: TypeError: None is not a call"),
+    ("def own(folder, *, settings):\n    return lambda row: None\n", "cannot start: TypeError: "),
     ("def own(row):\n    pass\n", "needs a function own(folder, *, settings)"),
     ("other = 1\n", "there is none")])
 def test_one_that_cannot_start_ends_the_run_with_a_sentence(life, code, said):

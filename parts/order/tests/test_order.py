@@ -9,6 +9,7 @@ from hypothesis import settings
 import data
 import fakes
 import faults
+import plan
 import test_life
 from batch import Sample
 from errors import SettingsError
@@ -65,12 +66,14 @@ def test_a_row_is_drawn_by_its_weight_and_its_copies_are_spread():
     ("[float('nan')] * 6", "the weight nan"), ("[1, 1, 1, 1, 1, float('inf')]", "the weight inf"),
     ("[1, 1, -2, 1, 1, 1]", "the weight -2"), ("[0] * 6", "weights that are all 0"),
     ("[10 ** 400] * 6", "too large"), ("[1, 1, 1, 1, 1, None]", "a NoneType among 6 values"),
+    ("[5, 3, 1, 0, 2, 4]", "the places of rows"), ("numpy.arange(6)[::-1]", "the places of rows"),
     ("[*rows, 1]", "a Row among 7 values"), ("['a'] * 6", "a str among"),
     ("[__import__('copy').copy(rows[0])]", "none of those that it got"),
     ("1 / 0", "ZeroDivisionError: division by zero"), ("rows[99]", "IndexError"),
     ("exit(3)", "SystemExit: 3"), ("__import__('random').sample(rows, 6)", "two calls")])
 def test_another_result_is_one_sentence(tmp_path, returned, said):
-    it = stream(tmp_path, f"def own(rows, known, **others):\n    return {returned}\n")
+    own = f"import numpy\ndef own(rows, known, **others):\n    return {returned}\n"
+    it = stream(tmp_path, own)
     with pytest.raises(SettingsError) as error:
         it.next(2)
     text = str(error.value)
@@ -115,6 +118,14 @@ def test_the_flags(refused, words, sentences):
 
 
 # ---- what it is told
+
+def test_the_plan_says_what_is_left_for_the_last_batch():
+    """A batch of one prompt may come, and is planned; it is not said to be the last."""
+    for rows, batch, last in (20, 6, "2 prompts"), (16, 8, "8 prompts"), (3, 8, "3 prompts"):
+        args = fakes.args(order="parts/order/unsolved.py:unsolved", batch=batch)
+        text = plan.Plan(args, 1, rows, 0).text()
+        assert f"{last} in the last" in text and f"{rows} prompts" in text, text
+
 
 def test_it_is_told_what_was_drawn_and_what_passed(tmp_path):
     it = stream(tmp_path, "def own(rows, known, **others):\n    own.known = known\n"
