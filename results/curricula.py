@@ -6,6 +6,7 @@
 The tiny model has seen six digits only. There are few rows, so the run learns their pass rates:
 200, drawn six times. A finished run is not run again.
 """
+import argparse
 import os
 import random
 import subprocess
@@ -103,7 +104,10 @@ about a quarter of such tables (1 − 0.95⁶).
 
 
 def main() -> None:
-    if "--page" not in sys.argv:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true")
+    if not parser.parse_args().page:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(run, [one for one in ORDERS for _ in SEEDS], [*SEEDS] * len(ORDERS)))
     (ROOT / "results/curricula.md").write_text(page())

@@ -7,6 +7,8 @@ is better. A rule compares each change with the best one kept so far. It keeps b
 mean of five, by a 95 % interval of the difference over five seeds (Welch's t), or by that and once
 more on five fresh seeds of both.
 """
+import argparse
+
 import numpy as np
 from scipy import stats
 
@@ -39,6 +41,8 @@ def kept(rng, rule: str) -> tuple[int, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.replace("%", "%%"),
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rng = np.random.default_rng(0)
     for rule, times in ("one seed", TIMES), ("five seeds", TIMES), ("95 %", 400), (
             "95 %, again", 400):
