@@ -194,8 +194,9 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
     file, _, name = spec.rpartition(":")
     if file.endswith(".py") and (path := find_file(file)):
         return path.resolve(), name
-    names = NAMES.get(flag, ())
-    works = ", ".join([*names, f"{'or ' * bool(names)}a function of a file: --{flag} FILE.py:NAME"])
+    works = f"a function of a file: --{flag} FILE.py:NAME"
+    if flag in NAMES:
+        works = f"{', '.join(NAMES[flag])}, or {works}"
     if flag in NAMES and (ROOT / "variants" / f"{spec}.py").is_file():
         works = f"--{flag} variants/{spec}.py:{spec}"
     raise SettingsError(f"--{flag} {spec}: there is no such {flag}, and no such file here or in "

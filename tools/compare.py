@@ -33,8 +33,8 @@ SAMPLED = "max_tokens stop system prompt_template reply max_turns job".split()
 MEASURED = {"reward": ["data", "temperature", "max_prompt_tokens", *SAMPLED],
             "eval": ["eval_samples", "eval_temperature", "eval_pass", *SAMPLED]}
 # They act on no number that is compared, or are compared otherwise.
-OTHERS = set("""name seed began changes ranks resume save_every keep samples_every wandb report plan
-    metrics timeout export target_reward target_eval eval_every row_digests reward_workers command
+OTHERS = set("""name seed began changes ranks resume save_every keep samples_every wandb logger
+    report plan metrics timeout export target_reward target_eval eval_every row_digests reward_workers command
     update_tokens score_tokens critic_update_tokens critic_score_tokens gpu_memory_utilization
     kv_cache_gb max_num_seqs offload cpu_offload shard_size versions""".split())
 NOTHING = "These runs do not tell"
@@ -231,7 +231,8 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
     for name, last in (reward, 10), ("eval/pass@1", 1):
         steps = sorted(set.intersection(*(set(run.metrics.get(name, ())) for run in runs)))[-last:]
         if not steps or steps[-1] == 0:  # 0: not trained yet
-            absent += [f"no {name} in all runs"] * (name == reward)
+            if name == reward:
+                absent.append(f"no {name} in all runs")
             continue
         if why := unlike(runs, name):
             refused.append(f"{name} is not compared: {'; '.join(why)}.")

@@ -58,6 +58,7 @@ class Float32HeadMemory(Memory):
     def micro_batch(self, phase):
         """See Memory."""
         layers, logits = super().micro_batch(phase)
+        if not logits or self.c > 2:  # a critic, or a head that is in float32 already
+            return layers, logits
         copies = 2 if phase.name.endswith("update") else 1
-        head = 4 * self.shape.vocab * self.shape.hidden * (self.c == 2)
-        return layers, logits and logits + copies * head
+        return layers, logits + copies * 4 * self.shape.vocab * self.shape.hidden
