@@ -254,9 +254,10 @@ class Run:
         overrides it. All ranks must call it (a collective)."""
         samples = []
         with self.log.time("eval"), self.engine.generating(self.policy):
+            self.end_if_asked(step)  # after SIGTERM, before and between the batches
             for some in sample_rows(self.engine, self.scorer, self.inputs.eval_rows, self.args):
                 samples += some
-                self.end_if_asked(step)  # after SIGTERM
+                self.end_if_asked(step)
         write_samples(self.log, f"eval_{step:05d}", samples, decode=self.inputs.tokenizer.decode)
         return evaluation_metrics(samples, self.args.eval_args)
 
