@@ -21,7 +21,7 @@ row attends to the same tokens as it would unpacked, so packing changes log-prob
 (tests/test_float64.py).
 
 Top to bottom: rows to micro-batches by their sizes, the packed input and its attention, and the
-classes of the batch: `Completion`, `Sample`, `Batch` and `Micro`.
+classes of the batch: `Completion`, `Sample`, `Batch` and `MicroBatch`.
 """
 import math
 from bisect import bisect_left
@@ -381,19 +381,20 @@ class Batch:
         rows = list(range(len(self.sizes)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
-    def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
+    def micro_batches(self, world: World, rows: list[int], budget: int,
+                      phase: str) -> list["MicroBatch"]:
         """Packs these rows into micro-batches of at most `budget` tokens and returns this rank's.
         Every rank gets the same number of them, at least one. One without rows gives each parameter
         a zero gradient instead of None, as the optimizer requires. phase: a name for error
         messages. All ranks must call it (a collective).
         """
         mine = balance([self.sizes[row] for row in rows], world.size, budget)[world.rank]
-        micros = [Micro(self, [rows[i] for i in indices], world.device) for indices in mine]
+        micros = [MicroBatch(self, [rows[i] for i in indices], world.device) for indices in mine]
         world.same_phase(phase, len(micros))
         return micros
 
-    def score(self, world: World, budget: int, phase: str, forward, among=None) -> torch.Tensor:
-        """Computes forward(micro) → (n,) without gradient for all micro-batches, and returns the
+    def forward(self, world: World, budget: int, phase: str, compute, among=None) -> torch.Tensor:
+        """Computes compute(micro) → (n,) without gradient for all micro-batches, and returns the
         values of all sampled tokens (M,) on every rank.
 
         among (N,) bool: the rows to compute, by default all; tokens of the others are NaN. budget:
@@ -401,14 +402,14 @@ class Batch:
         must call it (a collective).
         """
         among = torch.ones(len(self.samples), dtype=torch.bool) if among is None else among
-        micros = self.micros(world, among.nonzero().flatten().tolist(), budget, phase)
+        micros = self.micro_batches(world, among.nonzero().flatten().tolist(), budget, phase)
         with torch.no_grad():
-            found = [forward(micro).cpu() for micro in micros]
-        scores = found[0].new_zeros(len(self.engine_logprobs))
+            found = [compute(micro).cpu() for micro in micros]
+        output = found[0].new_zeros(len(self.engine_logprobs))
         for micro, values in zip(micros, found, strict=True):
-            scores[micro.places] = values
-        world.sum(scores)  # each row was computed on one rank; the others add zeros
-        return torch.where(self.per_token(among), scores, math.nan)
+            output[micro.places] = values
+        world.sum(output)  # each row was computed on one rank; the others add zeros
+        return torch.where(self.per_token(among), output, math.nan)
 
     def note_advantages(self, advantages, loss_tokens) -> None:
         """Stores the advantages of its tokens in each sample, and their mean if the completion is
@@ -424,7 +425,7 @@ class Batch:
 NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
 
 
-class Micro:
+class MicroBatch:
     """A micro-batch: rows of the batch as one packed input, and their n sampled tokens.
 
     inputs: the arguments of the model. The output at input token source[i] predicts the id

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from jinja2 import TemplateError
 
+import part
 from errors import SettingsError
 from messages import from_json, not_null
-from part import ask
 
 # transformers 5.23 and newer give a template a text in place of a function. So `strftime_now` is a
 # macro: it finds what the clock says in a dict, and raises an error for a format that is missing.
@@ -36,7 +36,7 @@ UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "i
 def render(messages: list[dict], tokenizer, options: dict, **more) -> str:
     """Returns the text that the chat template makes of the messages. Without a template, their
     texts are joined by blank lines. The template's function `strftime_now` reads the attribute
-    `clock` of the tokenizer, which inputs.py sets to the time at which the run began.
+    `clock` of the tokenizer, which preflight.py sets to the time at which the run began.
     options, more: further arguments of the template. Raises a SettingsError if the template raises
     an error.
     """
@@ -92,7 +92,7 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
     for name, kind in UNREAD.items():
         if columns.get(name) and isinstance(columns[name], kind):
             raise no_place(name)
-    ask("check_chat", messages, options, tokenizer)
+    part.check_chat(messages, options, tokenizer)
     return options
 
 

@@ -30,7 +30,6 @@ from files import NotWritten, not_written, read, whole_folder, writing
 from identity import Entry, compare
 from model import Policy, Trained
 from model_files import FILES, config_of
-from settings import values_of
 
 
 class Saved(NamedTuple):
@@ -129,7 +128,7 @@ def newest(args, world: World, folder: Path, made_of: dict[str, Entry]) -> Saved
     """
     saved = find(folder / "checkpoints", world)
     if saved is None:
-        if args.eval_args.eval_only and files.steps_in(folder):
+        if args.eval_only and files.steps_in(folder):
             raise SettingsError(f"--eval_only: {folder} has steps but no checkpoint of them. Would "
                                 f"work: another --name, to evaluate --model itself.")
         if (folder / "done.json").exists():
@@ -138,7 +137,7 @@ def newest(args, world: World, folder: Path, made_of: dict[str, Entry]) -> Saved
         return None
     step = saved.state["step"]
     changed = compare(saved.state["settings"], made_of, saved.path, step)
-    if args.eval_args.eval_only:
+    if args.eval_only:
         return saved
     if step > args.steps:
         raise SettingsError(f"--steps {args.steps}: {saved.path} is from a run that went further."
@@ -149,7 +148,7 @@ def newest(args, world: World, folder: Path, made_of: dict[str, Entry]) -> Saved
 def kl_coef(args, state: dict) -> float:
     """Returns the KL coefficient of the next step. One that --kl_target adapted is that of the
     checkpoint, unless --kl_reward_coef has another value than before."""
-    flags = values_of(args)
+    flags = vars(args)
     given, adapts = flags.get("kl_reward_coef", 0.0), flags.get("kl_target")
     return state["kl_coef"] if adapts and given == state["settings"]["kl_reward_coef"] else given
 

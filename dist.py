@@ -264,7 +264,7 @@ def join(timeout: float = 600.0) -> World:
     if td.is_torchelastic_launched():  # if torchrun is killed, no rank must survive
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG
     device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
-    if torch.cuda.is_available() and not gpu_mistakes(local_size):  # inputs.py reports these
+    if torch.cuda.is_available() and not gpu_mistakes(local_size):  # preflight.py reports these
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         given = None if given == "1" else given  # torchrun sets 1

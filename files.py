@@ -122,13 +122,13 @@ def choose_folder(args, now: datetime) -> Path:
     folder. Without --name the name is that of the script and the time `now`. SettingsError: a run
     of this name is finished or being written, or it is there and --no-resume was given."""
     folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
-    if args.eval_args.eval_only:
+    if args.eval_only:
         return folder
-    if not args.run_args.resume and (folder / "args.json").exists():
+    if not args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
     done = read(folder / "done.json") if (folder / "done.json").exists() else {}
     if reached := done.get("stop_at"):
-        if reached >= (args.run_args.stop_at or 0) > 0:
+        if reached >= (args.stop_at or 0) > 0:
             raise SettingsError(f"--name {args.name}: {folder} is finished: it reached --stop_at "
                                 f"{reached}; choose another, or a higher --stop_at.")
     elif args.steps <= done.get("steps", 0):
@@ -154,7 +154,7 @@ def lock(file, folder: Path, kind=fcntl.LOCK_EX) -> str | None:
 def output_folder(folder: Path, args) -> Path:
     """Returns where a command writes: the run's folder; with --eval_only of a run that is there, a
     new one inside, so that nothing of the run changes."""
-    if not (args.eval_args.eval_only and (folder / "args.json").exists()):
+    if not (args.eval_only and (folder / "args.json").exists()):
         return folder
     number = 1
     while (found := folder / f"eval_only_{number}").exists():

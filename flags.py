@@ -1,7 +1,7 @@
 """flags.py: the flags that scripts share, with their defaults, and the command line.
 
 Each component defines the dataclass of its flags next to its code (settings.py). Here are those of
-the loss and of the run, and CommonArgs, which holds all of them. `parse` turns the command line
+the loss and of the run, and CommonArgs, which inherits all of them. `parse` turns the command line
 into an Args; a run resumed with --name takes omitted flags from its args.json.
 
 --loss and --advantage take a name in losses.py, or FILE.py:NAME: a function in a file, as in
@@ -15,8 +15,8 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
-from functools import cache, wraps
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -31,10 +31,10 @@ from data import DataArgs, Row, load, make_row
 from errors import Mistakes, SettingsError, open_streams
 from evaluate import EvalArgs
 from files import read
+from memory import Memory
 from metrics import show_metrics
 from model import ModelArgs, OptimizerArgs
-from part import ask, asked, wrapped
-from plan import Memory, PlanArgs
+from plan import PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
 from settings import (
@@ -43,11 +43,11 @@ from settings import (
     Number,
     Positive,
     Range,
-    changed,
     lists_of,
     not_default,
+    renamed,
     restored,
-    values_of,
+    sections,
 )
 from worker import ROOT, find_file, load_file
 
@@ -230,9 +230,6 @@ def rules(args):
 
 # ---- the flags of a run ----
 
-PartArgs = part.flags()
-
-
 @dataclass
 class RunArgs(Flags):
     """The run's folder, checkpoints and output."""
@@ -265,7 +262,7 @@ class RunArgs(Flags):
         if self.target_reward and plan.args.steps < 13:
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
-        if plan.args.eval_args.eval_only and (self.target_reward or self.target_eval):
+        if plan.args.eval_only and (self.target_reward or self.target_eval):
             yield "--target_reward and --target_eval grade training, and --eval_only does none."
         for name in "target_eval", "keep_best", "stop_at":
             if getattr(self, name) and not plan.args.eval_data:
@@ -275,8 +272,10 @@ class RunArgs(Flags):
 
 
 @dataclass
-class CommonArgs(Flags):
-    """Flags that several files read. The usual ones come first."""
+class CommonArgs(DataArgs, EngineArgs, ModelArgs, OptimizerArgs, RewardArgs, EvalArgs, RunArgs,
+                 PlanArgs, *part.asked("Flags").values()):
+    """The flags that all scripts have: those of each component and of each part, and here those
+    that several files read. The usual ones come first."""
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (from tiny.py)."""
     data: str = "tiny"
@@ -311,21 +310,11 @@ class CommonArgs(Flags):
     update_tokens: int = 16384
     """Tokens per forward and backward pass, per rank, counting shared prompts once. Sets the
     memory, never changes the maths."""
-    score_tokens: int = 32768
+    logprob_tokens: int = 32768
     """The same without gradient: old and reference log-probs."""
 
-    data_args: DataArgs = field(default_factory=DataArgs)
-    engine_args: EngineArgs = field(default_factory=EngineArgs)
-    model_args: ModelArgs = field(default_factory=ModelArgs)
-    optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
-    reward_args: RewardArgs = field(default_factory=RewardArgs)
-    eval_args: EvalArgs = field(default_factory=EvalArgs)
-    run_args: RunArgs = field(default_factory=RunArgs)
-    plan_args: PlanArgs = field(default_factory=PlanArgs)
-    parts: PartArgs = field(default_factory=PartArgs)
-
     script: ClassVar[str]  # the file's name
-    critic_args: ClassVar[None] = None  # ppo.py has the flags of a critic here
+    needs_critic: ClassVar[bool] = False  # True in ppo.py, which has its flags too
     memory: ClassVar[type] = Memory  # the class that plans the memory
     needs_rollouts: ClassVar[bool] = True  # False: the rows have their completions
     needs_reward: ClassVar[bool] = True
@@ -338,22 +327,22 @@ class CommonArgs(Flags):
         this many parameters."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
         self.lr = self.lr or factor * lr
-        if self.critic_args:
-            self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
+        if self.needs_critic:
+            self.critic_lr = self.critic_lr or factor * critic_lr
 
     def find_reference(self, inputs, weights: bool) -> None:
-        """Sets the reference model of `inputs` (inputs.Inputs). Here it is the model itself, so
+        """Sets the reference model of `inputs` (preflight.Inputs). Here it is the model itself, so
         nothing changes; a script may have another. weights: also fetch them."""
 
     def load_rows(self, flag: str, seed: int, inputs, make=make_row) -> list[Row]:
         """Reads the rows of --data or --eval_data (`flag` is its name), or returns [] if it is not
-        set. inputs: an inputs.Inputs, whose notes get a sentence with the row counts. make: a
+        set. inputs: an preflight.Inputs, whose notes get a sentence with the row counts. make: a
         script's replacement for make_row."""
         spec = getattr(self, flag)
         if not spec:
             return []
-        make = wrapped("make_row", make, self, inputs, spec)
-        rows, note = load(spec, inputs.tokenizer, self.data_args, seed=seed, make=make,
+        make = part.make_row(make, self, inputs, spec)
+        rows, note = load(spec, inputs.tokenizer, self, seed=seed, make=make,
                           eos_ids=inputs.ends)
         inputs.notes.append(f"--{flag} {note}")
         return rows
@@ -398,19 +387,17 @@ def parse(kind: type, description: str):
     open_streams()
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    mistakes, words = Mistakes(), sys.argv[1:]
-    for read_by_part in asked("words").values():
-        words = read_by_part(words)
+    mistakes, words = Mistakes(), part.words(sys.argv[1:])
     args = mistakes.attempt(parse_words, kind, description, words)
     path = Path("runs", args.name, "args.json") if args and args.name else None
     if path and path.is_file():
-        kept = mistakes.attempt(read, path)
+        kept = mistakes.attempt(lambda: renamed(read(path)))
         if kept and kept.get("script") == kind.script:
             args = mistakes.attempt(parse_again, kind, description, words, kept)
             mistakes[:] = [f"{path}, beside the command line: {one}" for one in mistakes]
     if mistakes:
         dist.run(mistakes.stop)  # prints and ends
-    if args.plan_args.metrics:
+    if args.metrics:
         dist.run(show_metrics)
     return args
 
@@ -434,7 +421,7 @@ def as_one_list(kind: type, words: list[str], default) -> tuple[list[str], objec
     for name, given in lists.items():
         values = sum((some for _, some in given), [])
         if len(given) > 1 and any(value.startswith("-") for value in values):  # no words of tyro's
-            default = changed(default or kind(), **{name: (*values,)})
+            default = replace(default or kind(), **{name: (*values,)})
         else:
             rest += [f"--{name}", *values] if len(given) > 1 else sum((it for it, _ in given), [])
     return rest, default
@@ -445,7 +432,7 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     it is not in OF_A_CALL. Keys of `kept` that are no longer flags are ignored. SettingsError: a
     kept value is no longer valid."""
     kept = {name: value for name, value in kept.items()
-            if name in values_of(kind()) and name not in OF_A_CALL}
+            if name in vars(kind()) and name not in OF_A_CALL}
     texts, before = {}, []
     for name, value in kept.items():
         if isinstance(value, bool):
@@ -460,22 +447,43 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
     return parse_words(kind, description, words, default=default)
 
 
+def with_headings(args) -> type:
+    """Returns the Args as tyro shows it, with the values of args as its defaults: the flags of each
+    section are in a field of their own, a heading of --help, and are not read beside it."""
+    found = {type(one).__name__.replace("Args", "_args").lower(): one for one in sections(args)}
+    inside = {name for one in found.values() for name in vars(one)}
+    return make_dataclass(type(args).__name__, [
+        *((flag.name, flag.type, field(init=False) if flag.name in inside else field(
+            default=getattr(args, flag.name))) for flag in fields(args)),
+        *((name, type(one), field(default_factory=partial(replace, one)))
+          for name, one in found.items())], bases=(type(args),))
+
+
+def flat(kind: type, shown):
+    """Returns the Args that tyro read as one of `with_headings`."""
+    inside = {name: value for one in vars(shown).values() if isinstance(one, Flags)
+              for name, value in vars(one).items()}
+    return kind(**{name: value for name, value in (vars(shown) | inside).items()
+                   if not isinstance(value, Flags)})
+
+
 def parse_words(kind: type, description: str, words: list[str], default=None):
     """Parses the words of a command line into Args. SettingsError: tyro's message about a wrong
     word, or the name here of another system's flag."""
     said = io.StringIO()
     words, default = as_one_list(kind, words, default)
-    options = {} if default is None else {"default": default}
+    shown_as = with_headings(default or kind())
     try:
         with redirect_stderr(said):
-            return tyro.cli(kind, description=TEN + description, args=words, use_underscores=True,
-                            config=(tyro.conf.OmitArgPrefixes,), **options)
+            return flat(kind, tyro.cli(
+                shown_as, description=TEN + description, args=words, use_underscores=True,
+                config=(tyro.conf.OmitArgPrefixes,)))
     except BrokenPipeError:  # --help | head
         os._exit(0)
     except SystemExit as end:
         if not end.code:  # --help
             dist.run(Mistakes().stop)
-        for found, rest in ask("unknown", words):
+        for found, rest in part.unknown(words):
             mistakes = Mistakes(found)
             mistakes.attempt(parse_words, kind, description, rest, default)
             mistakes.stop()

@@ -30,9 +30,9 @@ from batch import Batch, Sample
 from dist import World
 from errors import SettingsError
 from flags import CommonArgs, parse
-from inputs import show_plan
 from log import Meter, sample_metrics
 from model import Policy, learning_rate
+from preflight import show_plan
 from rewards import parse as parse_rewards
 from rewards import score_samples
 from run import Run, set_up
@@ -89,7 +89,7 @@ class Args(flags.LossArgs, CommonArgs):
         if self.group == 1 and self.dynamic_sampling:
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")
-        if self.dynamic_sampling and self.plan_args.strict:
+        if self.dynamic_sampling and self.strict:
             yield ("--strict cannot be combined with --dynamic_sampling, whose number of "
                    "completions is not known in advance: remove one of them.")
         if self.kl_loss_coef and self.kl_reward_coef:
@@ -119,7 +119,7 @@ def train(args: Args) -> int:
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
-            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
+            lr = learning_rate(step, args.steps, args.lr, args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
             metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
@@ -139,7 +139,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     metrics.
 
     Metrics and new weights are the same on every rank. Up to rounding, they do not depend on the
-    number of ranks or on the budgets --update_tokens and --score_tokens. phase: a function that
+    number of ranks or on the budgets --update_tokens and --logprob_tokens. phase: a function that
     takes a name and returns a context manager that times it (Log.time).
     """
     batch = Batch(samples)
@@ -150,7 +150,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # If they depend on old log-probs, those are computed here, for all completions.
     old_logprobs = ref_logprobs = None  # (M,)
     if args.advantage_uses_old:
-        with phase("score"):
+        with phase("logprobs"):
             old_logprobs, ref_logprobs = logprobs_before(args, world, batch, policy, reference)
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
@@ -163,15 +163,16 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each completion's tokens
     learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
-        with phase("score"):
+        with phase("logprobs"):
             old_logprobs, ref_logprobs = logprobs_before(
                 args, world, batch, policy, reference, learns)
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch; --aggregation has others
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
-    # The weights are computed before `micros` splits the rows over ranks. FSDP is configured to sum
-    # gradients over ranks (by default it averages), so no correction factor is needed.
+    # The weights are computed before `micro_batches` splits the rows over ranks. FSDP is
+    # configured to sum gradients over ranks (by default it averages), so no correction factor is
+    # needed.
     meter = Meter(world)
     policy_loss = flags.chosen("loss", args.loss).function  # from losses.py or a file
     prompts = torch.arange(len(samples)) // args.group  # (N,): the prompt of each completion
@@ -188,7 +189,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         # If no rows are left, still take the step: the gradient is 0, but momentum is not.
         rows = [r for r in rows if learns[r]]
         with phase("update"):
-            for micro in batch.micros(world, rows, args.update_tokens, "update"):
+            for micro in batch.micro_batches(world, rows, args.update_tokens, "update"):
                 logp, entropy = policy.logprobs(
                     micro, args.temperature, args.entropy_coef != 0)  # (n,)
                 old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()
@@ -226,7 +227,7 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     this function (a collective).
     """
     def score(model, name: str):
-        return batch.score(world, args.score_tokens, name, lambda micro: model.logprobs(
+        return batch.forward(world, args.logprob_tokens, name, lambda micro: model.logprobs(
             micro, args.temperature)[0], among)
 
     return (score(policy, "old logprobs") if args.needs_old_logprobs else None,
@@ -328,7 +329,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
 def main() -> None:
     """Entry point of the command line."""
     args = parse(Args, __doc__)
-    dist.run(show_plan if args.plan_args.plan else train, args)
+    dist.run(show_plan if args.plan else train, args)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from log import versions
 from model import compute_dtype
 from model_files import config_of, weight_files
 from rewards import parse
-from settings import groups, values_of
+from settings import renamed, sections
 from verifiers import REWARDS
 from worker import ROOT, find_file
 
@@ -43,12 +43,12 @@ class Entry(NamedTuple):
 
 
 def identity(args, inputs, world: World) -> dict[str, Entry]:
-    """Returns {name: Entry} of a run. Names of flags are those of `values_of`. The values are equal
+    """Returns {name: Entry} of a run. The values are equal
     on all ranks, unless their machines have other files."""
     config = config_of(inputs.source).to_dict()
-    found = values_of(args) | {
+    found = vars(args) | {
         "script": args.script, "ranks": world.size,
-        "precision": str(compute_dtype(args.model_args, world.device)),
+        "precision": str(compute_dtype(args, world.device)),
         "rows": len(inputs.rows), "row_digests": row_digests(inputs.rows),
         "rows of --eval_data": digest(row_digests(inputs.eval_rows)),
         "model_files": digest_of_files(inputs.source),
@@ -57,8 +57,8 @@ def identity(args, inputs, world: World) -> dict[str, Entry]:
         "tokenizer": digest_of_tokenizer(inputs.tokenizer), "end tokens": inputs.ends,
         "code": {name_of(path): digest_of_code(path) for path in sorted(code_of(args))},
         **{name: found for name, found in versions().items() if name != "commit"}}
-    fixed = FIXED.union(*(group.fixed for group in groups(args)))
-    return {name: Entry(json.loads(json.dumps(value)), name in fixed, name in values_of(args))
+    fixed = FIXED.union(*(group.fixed for group in sections(args)))
+    return {name: Entry(json.loads(json.dumps(value)), name in fixed, name in vars(args))
             for name, value in found.items()}
 
 
@@ -73,7 +73,7 @@ def compare(was: dict, now: dict[str, Entry], place: Path, step: int) -> list[st
     """Returns a sentence for each entry that differs from that of a checkpoint. was: {name: value}
     that the checkpoint at `place` keeps; what it lacks is not compared. step: its step.
     SettingsError: a fixed entry differs."""
-    said, wrong = [], []
+    said, wrong, was = [], [], renamed(was)
     for name, (value, fixed, flag) in now.items():
         before = was.get(name, value)
         if value == before:
@@ -167,7 +167,7 @@ def code_of(args) -> set[Path]:
     found.add(Path(sys.modules[type(args).__module__].__file__).absolute())
     files = [part.path or f"{REWARDS[part.name].partition(':')[0].replace('.', '/')}.py"
              for part in (parse(list(args.reward)) if args.reward else [])]
-    for name, value in values_of(args).items():
+    for name, value in vars(args).items():
         if name not in ("data", "eval_data", "reward"):
             words = map(str, value if isinstance(value, tuple) else [value])
             files += [match[1] for word in words if (match := re.match(r"(.+\.py):", word))]

@@ -9,8 +9,8 @@ token budgets. Numbers have ten digits, and a value that is not finite is null.
 """
 import textwrap
 
+import part
 from errors import tell
-from part import asked
 
 TERMS = """\
 Log-probs and entropies are in nats. Token mean: the mean over all sampled tokens in the loss.
@@ -105,7 +105,7 @@ METRICS = {  # heading: {metric: its definition}
         "time/sync": "new weights into the engine",
         "time/rollout": "generation",
         "time/reward": "scoring by the rewards",
-        "time/score": "old and reference log-probs; in ppo.py also values",
+        "time/logprobs": "old and reference log-probs; in ppo.py also values",
         "time/update": "updates of the policy",
         "time/update_critic": "updates of the critic (ppo.py)",
         "memory/peak_gb": "the most GiB in use since the row before, on the rank that needed most. "
@@ -115,7 +115,7 @@ METRICS = {  # heading: {metric: its definition}
 def show_metrics():
     """Prints the definition of each metric, those of the parts last."""
     tell(TERMS)
-    tables = METRICS | {f"parts/{name}": table for name, table in asked("METRICS").items()}
+    tables = METRICS | {f"parts/{name}": table for name, table in part.asked("METRICS").items()}
     for heading, table in tables.items():
         tell(f"\n{heading}")
         for name, definition in table.items():

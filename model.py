@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 import batch
-from batch import Micro
+import part
+from batch import MicroBatch
 from dist import World
 from errors import SettingsError, as_sentence
-from model_files import config_of, family_of, load, names_in_files
-from part import extended
+from model_files import architecture_of, config_of, load, names_in_files
 from settings import Flags
 
 # ---- log-probs ----
@@ -142,14 +142,14 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     inputs (batch.attention). SettingsError: this model_type is not supported; `flag` is the flag
     named in the message."""
     from transformers import AttentionInterface
-    # It gets what transformers does not know of a model's inputs, such as `packed` of a Micro.
+    # It gets what transformers does not know of a model's inputs, such as `packed` of a MicroBatch.
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
-    family = family_of(config)
+    architecture = architecture_of(config)
     unfit = f"--{flag} {folder} has model_type {config.model_type}, which is not supported"
     with as_sentence(unfit):
-        lm = family.skeleton(dtype)
-        family.stacks(lm)[0].set_attn_implementation("packed")
+        lm = architecture.skeleton(dtype)
+        architecture.stacks(lm)[0].set_attn_implementation("packed")
     # torch gives row `padding_idx` no gradient. transformers sets it to config.json's pad_token_id,
     # which may be the end token. Nothing is padded here, so every row is trained.
     for module in lm.modules():
@@ -171,7 +171,7 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
     (a collective). kind: its class. args: the script's Args. A model that is not trained has no
     float32 master weights. SettingsError: the files have missing or unexpected weights, or values
     that are not finite."""
-    own, sizes, dims = args.model_args, (world.size,), None
+    own, sizes, dims = args, (world.size,), None
     compute = compute_dtype(own, world.device)
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
@@ -182,8 +182,8 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
         sizes, dims = (world.size // own.shard_size, own.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = own.cpu_offload or (not trained and "reference" in own.offload)
-    # FSDP shards the root and the first ModuleList of each module that the family names.
-    layers = [layer for stack in root.family.stacks(lm)
+    # FSDP shards the root and the first ModuleList of each module that the Architecture names.
+    layers = [layer for stack in root.architecture.stacks(lm)
               for layer in next((m for m in stack.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, own.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
@@ -234,14 +234,14 @@ def whole(tensor):
 
 
 class Model(nn.Module):
-    """A transformers language model, `lm`, with its Family. FSDP shards this module."""
+    """A transformers language model, `lm`, with its Architecture. FSDP shards this module."""
     frozen = False  # True: the files' weights are frozen; only what a part adds is trained
     names: dict[str, str]  # {tensor: its name in the files} (model_files.names_in_files)
 
     def __init__(self, lm, args):
         """lm is the `skeleton` of a folder. args is the script's Args."""
         super().__init__()
-        self.lm, self.family = lm, family_of(lm.config)
+        self.lm, self.architecture = lm, architecture_of(lm.config)
 
     def start(self, seed: int):
         """Sets the parameters that are in no file, such as the critic's head, to zero. `seed` is
@@ -252,7 +252,7 @@ class Model(nn.Module):
 
     def states(self, inputs):
         """Returns the hidden states before the head, (1, S, H), of a packed input: the `inputs` of
-        a batch.Micro."""
+        a batch.MicroBatch."""
         return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
 
     def hidden(self, inputs, source):
@@ -271,7 +271,7 @@ class LogprobModel(Model):
     def __init__(self, lm, args):
         super().__init__(lm, args)
         text = lm.config.get_text_config().to_dict()
-        self.chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // text["vocab_size"])
+        self.chunk = args.head_chunk or max(1, HEAD_LOGITS // text["vocab_size"])
         # Cohere multiplies logits by logit_scale; Granite divides them by logits_scaling.
         self.scale = text.get("logit_scale", 1.0) / text.get("logits_scaling", 1.0)
         self.cap = text.get("final_logit_softcapping")  # Gemma 2 has one
@@ -291,19 +291,19 @@ class LogprobModel(Model):
         return formula(self.hidden(inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
-    def plain_logits(self, inputs, keep):
+    def hf_logits(self, inputs, keep):
         """Computes logits (m, V) at the m positions `keep` of one row with transformers' own
         forward. parts/guards compares the trainer with it before the first step. `inputs` is the
         packed input of only this row."""
         capped = self.lm.config.to_dict().get("attn_logit_softcapping")
-        text = self.family.stacks(self.lm)[0]
+        text = self.architecture.stacks(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
-        logits = self.plain(inputs, keep)
+        logits = self.hf_forward(inputs, keep)
         text.set_attn_implementation("packed")
         return logits[0]
 
-    def plain(self, inputs, keep):
-        """Runs the forward of `plain_logits`. Returns logits (1, m, V). transformers creates
+    def hf_forward(self, inputs, keep):
+        """Runs the forward of `hf_logits`. Returns logits (1, m, V). transformers creates
         positions and mask itself."""
         ids = inputs["input_ids"]
         return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
@@ -332,20 +332,20 @@ class Trained:
 
     def __init__(self, module: Model, world: World, args):
         self.module, self.world, self.args = module, world, args
-        self.moving = args.model_args.offload
+        self.moving = args.offload
         if next(module.parameters()).device.type == "cpu":  # already on the host
             self.moving = ()
-        own = args.optimizer_args
+        own = args
         self.max_grad_norm = own.max_grad_norm or math.inf
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=own.betas,
                                            weight_decay=own.weight_decay, fused=True)
 
-    def inputs(self, micro: Micro) -> dict:
+    def inputs(self, micro: MicroBatch) -> dict:
         """Returns the module's inputs for a micro-batch. A part may add to them."""
         return micro.inputs
 
-    def run(self, micro: Micro, *inputs):
+    def run(self, micro: MicroBatch, *inputs):
         """Runs the module's forward on a micro-batch and returns its output. All ranks must call it
         (a collective)."""
         out = self.module(self.inputs(micro), micro.source, *inputs)
@@ -389,7 +389,7 @@ class Policy(Trained):
         gemma2 = type(module.lm).__name__.startswith("Gemma2")
         self.left_out = {"lm_head.weight"} if gemma2 else set()
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: bool = False, formula=None):
+    def logprobs(self, micro: MicroBatch, temperature: float, entropy: bool = False, formula=None):
         """Returns log π of each sampled token (n,), in nats, and the entropy (n,) of π before it
         (zeros unless `entropy`), or the result of another `formula`. All ranks must call it (a
         collective)."""
@@ -409,17 +409,17 @@ class Policy(Trained):
 
     def weights(self, dtype=None):
         """Yields (name in the files, full tensor) for each weight, one at a time, in `dtype` or its
-        own. One weight of the model may be several in the files (Family.pieces). All ranks must
-        exhaust it (a collective)."""
+        own. One weight of the model may be several in the files (Architecture.pieces). All ranks
+        must exhaust it (a collective)."""
         for name, value in self.stored(dtype):
-            for there, piece, _ in self.module.family.pieces(name, value):
+            for there, piece, _ in self.module.architecture.pieces(name, value):
                 yield there, piece
 
 
 class Critic(Trained):
     """The value function V of ppo.py. Its head starts at zero, so V is zero at first."""
 
-    def values(self, micro: Micro):
+    def values(self, micro: MicroBatch):
         """Returns V(s_t), (n,), where s_t is the state in which token t was chosen. All ranks must
         call it (a collective)."""
         return self.run(micro)
@@ -448,7 +448,7 @@ class Kinds(NamedTuple):
 def kinds(args, config, trained: bool = True) -> Kinds:
     """Returns the classes for these flags and a model of this config.json. `trained` is False for a
     reference model."""
-    return Kinds(extended("model", LogprobModel, args, config, trained),
-                 extended("model", ValueModel, args, config, trained),
-                 extended("policy", Policy, args, config, trained),
-                 extended("policy", Critic, args, config, trained))
+    return Kinds(part.model(LogprobModel, args, config, trained),
+                 part.model(ValueModel, args, config, trained),
+                 part.policy(Policy, args, config, trained),
+                 part.policy(Critic, args, config, trained))

@@ -1,10 +1,10 @@
-"""model_files.py: which files in a folder are the model, and its family.
+"""model_files.py: which files in a folder are the model, and its architecture.
 
 A run loads what transformers would load from the folder, or it is refused. So every check here
 raises a SettingsError before any weight is read: a model_type that is not supported, a tensor that
 is missing, left over, or of another shape than config.json says.
 
-Top to bottom: `find` gets a folder, `family_of` and `config_of` read its config.json,
+Top to bottom: `find` gets a folder, `architecture_of` and `config_of` read its config.json,
 `weight_files` chooses the *.safetensors, `names_in_files` compares their headers with the model,
 and `load` fills the sharded model.
 """
@@ -18,10 +18,10 @@ from huggingface_hub import list_repo_files, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
+import part
+from architecture import Architecture, Shape
 from errors import SettingsError, as_sentence
-from family import Family, Shape
 from files import not_a_pointer
-from part import asked
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
@@ -76,21 +76,21 @@ def fetch(model: str, weights: bool) -> str:
     return snapshot_download(model, revision=commit, allow_patterns=[*FILES, *wanted])
 
 
-def family_of(config) -> Family:
-    """Returns the Family of a model by the model_type of its config. A type that no part knows gets
-    Family itself, a dense text model."""
-    return families().get(config.model_type, Family)(config)
+def architecture_of(config) -> Architecture:
+    """Returns the Architecture of a model by the model_type of its config. A type that no part
+    knows gets Architecture itself, a dense text model."""
+    return architectures().get(config.model_type, Architecture)(config)
 
 
-def families() -> dict[str, type[Family]]:
+def architectures() -> dict[str, type[Architecture]]:
     """{model_type: its class} of the models that parts add: those that are more than a dense text
     model."""
-    return {kind: family for known in asked("FAMILIES").values() for kind, family in known.items()}
+    return part.merged("ARCHITECTURES")
 
 
 def shape_from(lm) -> Shape:
     """Returns the sizes of a model, which may be without its weights."""
-    return family_of(lm.config).shape(lm)
+    return architecture_of(lm.config).shape(lm)
 
 
 def config_of(folder: str, flag: str = "model"):
@@ -107,12 +107,12 @@ def config_of(folder: str, flag: str = "model"):
     kind, classes, said = config.model_type, config.architectures or [], config.to_dict()
     rope = re.search("dynamic|longrope", str(config.get_text_config().to_dict().get(
         "rope_parameters")))
-    known = family_of(config).architecture
+    known = architecture_of(config).class_name
     # transformers makes some models' weights, such as experts, of those in files: a part must too.
     made = conversion_mapping.get_checkpoint_conversion_mapping(kind)
     for what, wrong in (
             (f"model_type {kind}", not known or (
-                kind not in families() and "WeightConverter" in str(made))),
+                kind not in architectures() and "WeightConverter" in str(made))),
             (f"architecture {classes}", classes != [known] * len(classes)),
             ("quantized weights", "quantization_config" in said),
             ("transformers_weights", said.get("transformers_weights")),
@@ -121,7 +121,7 @@ def config_of(folder: str, flag: str = "model"):
         if wrong:
             raise SettingsError(
                 f"--{flag} {folder} has {what}, which is not supported. Would work: "
-                f"{', '.join(['a causal language model of transformers', *families()])}.")
+                f"{', '.join(['a causal language model of transformers', *architectures()])}.")
     return config
 
 
@@ -169,13 +169,13 @@ def tensors(lm):
     """Yields (name, tensor, its first row in the file) of all that files have of a model: its
     parameters, and some buffers (Gemma 4). Of a sharded parameter the tensor is this rank's rows.
     Older files may have another name, which `names_in_files` finds."""
-    saved, family = lm.state_dict().keys(), family_of(lm.config)
+    saved, architecture = lm.state_dict().keys(), architecture_of(lm.config)
     for name, p in (*lm.named_parameters(), *lm.named_buffers()):
         first, rows = 0, p.detach()
         if isinstance(rows, DTensor):
             first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
         if name in saved:
-            yield from family.pieces(name, rows, first)
+            yield from architecture.pieces(name, rows, first)
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:

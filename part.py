@@ -2,53 +2,27 @@
 
 A part is a folder of parts/ with its code, its tests and its page. `rm -r parts/NAME` removes it
 completely, because no other file names it. The file plug.py of a part defines some of the names in
-PLACES. The core looks up each of these names once, during set-up, for all parts in the alphabetical
-order of their names:
+PLACES, and the core asks all parts, in the alphabetical order of their names, by the function of
+that name here: its docstring says what a part may define. The two names in capitals that have no
+function, and `Flags`, are collected by `asked`:
 
-    Flags                       a dataclass (flags.Flags): a heading of --help. The values are
-                                args.parts.NAME; its `rules` and `fixed` work as in any Flags
-    METRICS                     {name of a metric that the part adds: its definition}
-    REWARDS                     {name of --reward: FILE.py}: the file has a function of that name
-    FAMILIES                    {model_type: a subclass of family.Family that computes it}
-    make_row(make, args, ...)   returns the function that makes a data.Row of a stored row: `make`,
-                                or a function that calls it
-    model(kind, args, config, trained)      returns the class of a model of log-probs or of values
-                                            (model.py)
-    policy(kind, args, config, trained)     returns the class of the policy or the critic, which
-                                            holds a model. trained: it is no reference model
-    engine(kind, args, config, dtype)       returns the class of the engine (rollout.py). dtype: of
-                                the computation
-    pool(kind, args, waits)     returns the class of the reward workers (rewards.py)
-    memory(kind, args, shape)   returns the class that plans the memory (plan.py) of a model of
-                                this shape
-    sizes(plan)                 changes the sizes of a step
-    check_chat(messages, options, tokenizer)    raises a SettingsError if the chat template has no
-                                place for a part of a chat
-    check(args, inputs)         raises a SettingsError if model or rows do not fit, or returns a
-                                list of sentences about mistakes. It may set flags, and add to the
-                                notes and warnings of the inputs.Inputs
-    begin(run), ready(run), end(run)    are called when models and engine are built, when they have
-                                the weights of the first step, and after the export
-    words(words)                returns the words of the command line, as the part reads them
-    unknown(words)              returns (sentences about wrong words of the command line, the
-                                other words)
+    Flags           a dataclass of flags (settings.Flags), which every Args inherits: a heading of
+                    --help
+    METRICS         {name of a metric that the part adds: its definition}
+    REWARDS         {name of --reward: FILE.py}: the file has a function of that name
+    ARCHITECTURES   {model_type: a subclass of architecture.Architecture that computes it}
 
-Where a function returns a class, None means the core's own. A class extends the core's class of
-that place and calls its methods by super(), so several parts may extend one class. A part imports
-the core and no other part. Where two parts cannot be used together, the rules of one of them refuse
-it. If a run does not use a part, nothing of the part is executed but what its plug.py defines under
-these names.
+A part imports the core and no other part. Where two parts cannot be used together, the rules of one
+of them refuse it. If a run does not use a part, nothing of the part is executed but what its
+plug.py defines under these names.
 """
-from dataclasses import field, make_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from settings import Flags
-
 ROOT = Path(__file__).parent
-PLACES = {"Flags", "METRICS", "REWARDS", "FAMILIES", "make_row", "model", "policy", "engine",
+PLACES = {"Flags", "METRICS", "REWARDS", "ARCHITECTURES", "make_row", "model", "policy", "engine",
           "pool", "memory", "sizes", "check_chat", "check", "begin", "ready", "end", "words",
           "unknown"}
 
@@ -70,13 +44,9 @@ def asked(place: str) -> dict[str, object]:
     return {name: vars(module)[place] for name, module in parts().items() if place in vars(module)}
 
 
-def flags() -> type:
-    """Returns a dataclass with one field for each part that defines Flags. The field is named after
-    the part.
-    """
-    fields = [(name, kind, field(default_factory=kind)) for name, kind in asked("Flags").items()]
-    return make_dataclass("PartArgs", fields, bases=(Flags,),
-                          namespace={"__doc__": "What parts add."})
+def merged(place: str) -> dict:
+    """Returns the dictionaries that parts define at this place as one."""
+    return {name: value for one in asked(place).values() for name, value in one.items()}
 
 
 def ask(place: str, *given) -> list:
@@ -87,20 +57,111 @@ def ask(place: str, *given) -> list:
     return [one for one in found if one is not None]
 
 
+# ---- the command line, before a run ----
+
+def words(given: list[str]) -> list[str]:
+    """words(words) of a part returns the words of the command line, as the part reads them."""
+    for read in asked("words").values():
+        given = read(given)
+    return given
+
+
+def unknown(given: list[str]) -> list[tuple[list[str], list[str]]]:
+    """unknown(words) of a part returns (sentences about wrong words of the command line, the other
+    words), or None.
+    """
+    return ask("unknown", given)
+
+
+def sizes(plan) -> None:
+    """sizes(plan) of a part changes the sizes of a step in a plan.Plan."""
+    ask("sizes", plan)
+
+
+def make_row(make, args, inputs, spec: str):
+    """make_row(make, args, inputs, spec) of a part returns the function that makes a data.Row of a
+    stored row: `make`, or a function that calls it. spec: --data or --eval_data. Each part wraps
+    the function of the one before it.
+    """
+    for wrap in asked("make_row").values():
+        make = wrap(make, args, inputs, spec)
+    return make
+
+
+def check_chat(messages: list, options: dict, tokenizer) -> None:
+    """check_chat(messages, options, tokenizer) of a part raises a SettingsError if the chat
+    template has no place for a part of a chat.
+    """
+    ask("check_chat", messages, options, tokenizer)
+
+
+def check(args, inputs) -> list[str]:
+    """check(args, inputs) of a part raises a SettingsError if model or rows do not fit, or returns
+    a list of sentences about mistakes. It may set flags, and add to the notes and warnings of the
+    preflight.Inputs. Returns the sentences of all parts.
+    """
+    return sum(ask("check", args, inputs), [])
+
+
+# ---- classes ----
+
 def extended(place: str, kind: type, *given) -> type:
     """Returns `kind`, or a subclass of it. At this place each part may return a class, which
-    extends `kind` or a base class of `kind`. The result inherits from these classes, in the order
-    of the parts, and then from `kind`.
+    extends `kind` or a base class of `kind` and calls its methods by super(), so several parts may
+    extend one class. The result inherits from these classes, in the order of the parts, and then
+    from `kind`. None: the part has none for this run.
     """
     found = ask(place, kind, *given)
     return type(kind.__name__, (*found, kind), {}) if found else kind
 
 
-def wrapped(place: str, function, *given):
-    """Returns `function` after each part has wrapped it: the function that a part defines at this
-    place is called with the function so far and the arguments `given`, and its result goes to the
-    next part.
+def model(kind: type, args, config, trained: bool) -> type:
+    """model(kind, args, config, trained) of a part returns the class of a model of log-probs or of
+    values (model.py). trained: it is no reference model.
     """
-    for wrap in asked(place).values():
-        function = wrap(function, *given)
-    return function
+    return extended("model", kind, args, config, trained)
+
+
+def policy(kind: type, args, config, trained: bool) -> type:
+    """policy(kind, args, config, trained) of a part returns the class of the policy or the critic,
+    which holds a model.
+    """
+    return extended("policy", kind, args, config, trained)
+
+
+def engine(kind: type, args, config, dtype) -> type:
+    """engine(kind, args, config, dtype) of a part returns the class of the engine (rollout.py).
+    dtype: of the computation.
+    """
+    return extended("engine", kind, args, config, dtype)
+
+
+def pool(kind: type, args, waits: list[str]) -> type:
+    """pool(kind, args, waits) of a part returns the class of the reward workers (rewards.py).
+    waits: the names of rewards that are `async def`.
+    """
+    return extended("pool", kind, args, waits)
+
+
+def memory(kind: type, args, shape) -> type:
+    """memory(kind, args, shape) of a part returns the class that plans the memory (memory.py) of a
+    model of this shape.
+    """
+    return extended("memory", kind, args, shape)
+
+
+# ---- a run ----
+
+def begin(run) -> None:
+    """begin(run) of a part is called when models and engine are built."""
+    ask("begin", run)
+
+
+def ready(run) -> None:
+    """ready(run) of a part is called when models and engine have the weights of the first step."""
+    ask("ready", run)
+
+
+def end(run) -> None:
+    """end(run) of a part is called after the export."""
+    ask("end", run)

@@ -12,7 +12,7 @@ Read grpo.py first: it says where the reward, the memory and the other formulas 
 over the completions. Both are the same on every rank. A micro-batch has n of the M tokens.
 """
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -22,9 +22,9 @@ import losses
 from batch import Batch, Sample
 from dist import World
 from flags import CommonArgs, LossArgs, parse
-from inputs import show_plan
 from log import Meter, sample_metrics
 from model import Critic, Policy, learning_rate
+from preflight import show_plan
 from rewards import score_samples
 from run import set_up
 from settings import Count, Flags, Positive, Range
@@ -40,8 +40,8 @@ class CriticArgs(Flags):
     """Number of first steps in which only the critic learns."""
     critic_update_tokens: int = 16384
     """--update_tokens for the critic. Changes only memory."""
-    critic_score_tokens: int = 32768
-    """--score_tokens for the critic: its values before the update."""
+    critic_value_tokens: int = 32768
+    """--logprob_tokens for the critic: its values before the update."""
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
@@ -51,7 +51,7 @@ class CriticArgs(Flags):
 
 
 @dataclass
-class Args(LossArgs, CommonArgs):
+class Args(LossArgs, CommonArgs, CriticArgs):
     """The flags of ppo.py. Flags shared with grpo.py are in LossArgs and CommonArgs."""
     batch: int = 512
     group: int = 1
@@ -66,9 +66,9 @@ class Args(LossArgs, CommonArgs):
     """Adapt --kl_reward_coef after each rollout towards this KL, in nats per token. None: fixed."""
     kl_horizon: Count = 10000
     """Completions over which --kl_reward_coef changes by at most a fifth."""
-    critic_args: CriticArgs = field(default_factory=CriticArgs)
 
     script: ClassVar[str] = "ppo.py"
+    needs_critic: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
     @property
@@ -87,10 +87,10 @@ class Args(LossArgs, CommonArgs):
 def rate(args: Args, step: int) -> float:
     """Returns the policy's learning rate at a step: 0 during the first --critic_warmup_steps, after
     which its own warm-up begins."""
-    wait = args.critic_args.critic_warmup_steps
+    wait = args.critic_warmup_steps
     if step < wait:
         return 0.0
-    return learning_rate(step - wait, args.steps - wait, args.lr, args.optimizer_args)
+    return learning_rate(step - wait, args.steps - wait, args.lr, args)
 
 
 def train(args: Args) -> int:
@@ -113,7 +113,7 @@ def train(args: Args) -> int:
             # 3. Learn.
             lr = rate(args, step)
             critic_lr = learning_rate(
-                step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
+                step, args.steps, args.critic_lr, args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
             metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
@@ -150,14 +150,14 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     # Log-probs and values before the update: (M,). A value is V of the state before its token.
     ref_logprobs = None
     scored = loss_tokens > 0  # (N,) bool: the other completions are skipped and have NaN
-    with phase("score"):
-        old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
+    with phase("logprobs"):
+        old_logprobs = batch.forward(world, args.logprob_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0], scored)
         if args.needs_reference:
-            ref_logprobs = batch.score(world, args.score_tokens, "reference",
+            ref_logprobs = batch.forward(world, args.logprob_tokens, "reference",
                                        lambda m: reference.logprobs(m, args.temperature)[0], scored)
-        values = batch.score(
-            world, args.critic_args.critic_score_tokens, "values", critic.values, scored)
+        values = batch.forward(
+            world, args.critic_value_tokens, "values", critic.values, scored)
 
     # Reward of a token: -beta (log π - log ref); the last one also gets the completion's reward.
     # A_t = sum_l (gamma lam)^l delta_(t+l),  delta_t = r_t + gamma V_(t+1) - V_t
@@ -179,7 +179,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     #   weight_it = 1 / tokens of the global minibatch; --aggregation has others
     #   policy: loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)    r_it = π / π_old
     #   critic: loss_it = 1/2 max((V - R)^2, (V_clip - R)^2)
-    # These weights are computed before `micros` splits the rows over ranks. FSDP sums gradients.
+    # These weights are computed before `micro_batches` splits the rows over ranks. FSDP sums
+    # gradients.
     policy_meter, critic_meter = Meter(world), Meter(world)
     prompts = torch.arange(len(samples)) // args.group  # (N,): each one's prompt number
     for rows in batch.minibatches(args.minibatches, args.epochs):
@@ -192,8 +193,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             policy_meter.skipped += 1
             continue
         with phase("update_critic"):
-            budget = args.critic_args.critic_update_tokens
-            for micro in batch.micros(world, rows, budget, "update critic"):
+            budget = args.critic_update_tokens
+            for micro in batch.micro_batches(world, rows, budget, "update critic"):
                 V, w = critic.values(micro), micro.per_token(weights)  # (n,)
                 R = micro.take(returns).to(V.dtype)
                 loss, clip_frac = losses.value_loss(
@@ -204,7 +205,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         if lr == 0:
             continue
         with phase("update"):
-            for micro in batch.micros(world, rows, args.update_tokens, "update"):
+            for micro in batch.micro_batches(world, rows, args.update_tokens, "update"):
                 logp, entropy = policy.logprobs(
                     micro, args.temperature, args.entropy_coef != 0)  # (n,)
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
@@ -245,7 +246,7 @@ def mean(x) -> float:
 def main() -> None:
     """The command line."""
     args = parse(Args, __doc__)
-    dist.run(show_plan if args.plan_args.plan else train, args)
+    dist.run(show_plan if args.plan else train, args)
 
 
 if __name__ == "__main__":

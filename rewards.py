@@ -4,8 +4,8 @@
     --reward mine.py:tidy:0.5     your own function: worker.py
 
 An Item is a completion with its row. A call is what a worker scores at once: one item, or all items
-of a prompt if a reward takes groups. A Pool's worker processes answer a call with one Answer per
-item. An Answer becomes a Score.
+of a prompt if a reward takes groups. A worker returns what each reward returned for each item, and
+`Pool.score` makes a Score of it.
 
 A reward that hangs, raises or ends its process costs only its own completions, which then have no
 score. Top to bottom, from the outside in: scoring a batch, checking the flags and rows before the
@@ -25,16 +25,16 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+import part
 from dist import World
 from errors import SettingsError, as_sentence
-from part import asked
-from settings import Flags, Range, changed
+from settings import Flags, Range
 from verifiers import ANSWERS, REWARDS, answers_of
-from worker import ROOT, Item, Part, find_file
+from worker import ROOT, Item, RewardSpec, find_file
 
 START_SECONDS = 120  # timeout for a worker to start, and for what its first call loads
 MEMORY_GB = 4  # memory limit of a worker, and of each process that a reward starts
@@ -58,35 +58,6 @@ class Score:
     error: str | None  # why it has no reward; None: it has one
 
 
-@dataclass
-class Answer:
-    """What the workers returned for an item."""
-    # Per reward: a number; NaN: it does not apply to the row; None: it failed or has no value for
-    # the completion.
-    values: list
-    error: str | None  # the last error of a reward; None: nothing failed
-
-    def score(self, parts: list[Part]) -> Score:
-        """Returns the weighted sum of the values as a Score. parts: the rewards, in the order of
-        `values`.
-
-        The sum is over the rewards that apply to the row. A completion has no score if a reward
-        failed or has no value for it, or if none applies. The sum of no rewards is 0. (If a
-        function in TRL's format returns None, the worker makes it NaN: it does not apply.)
-        """
-        known = {part: value for part, value in zip(parts, self.values, strict=True)
-                 if value is not None and not math.isnan(value)}
-        found = {part.name: known.get(part) for part in parts}
-        if self.error:
-            return Score(None, found, self.error)
-        if None in self.values:
-            silent = parts[self.values.index(None)]
-            return Score(None, found, f"{silent.name} returned None")
-        if parts and not known:
-            return Score(None, found, "every reward returned None: none applies to the row")
-        return Score(sum((part.weight * value for part, value in known.items()), 0.0), found, None)
-
-
 # ---- a batch ----
 
 def score_samples(pool: "Pool", world: World, log, samples: list, group: int) -> None:
@@ -100,7 +71,7 @@ def score_samples(pool: "Pool", world: World, log, samples: list, group: int) ->
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
         items = [item_of(sample, pool.read) for call in world.mine(calls) for sample in call]
         pool.progress["global_step"] = max(world.step, 0)  # -1 before the first step
-        scores = scores_of(pool, items, size)
+        scores = pool.ask(items, size)
         texts = [item.completion for item in items]
         # Rewards have their own time limits, and a worker's first call loads what it needs.
         more = pool.seconds([items]) + START_SECONDS
@@ -118,11 +89,6 @@ def item_of(sample, read) -> Item:
     words = read(completion.ids)
     return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.messages(words))
-
-
-def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
-    """Returns a Score for each item. `size` consecutive items are one call."""
-    return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
@@ -146,13 +112,13 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 
 # ---- the flags and the rows ----
 
-def parse(specs: list[str]) -> list[Part]:
-    """Returns the Part of each word of --reward: NAME or FILE.py:FUNCTION, with :WEIGHT if it is
-    not 1. Raises a SettingsError that lists all errors.
+def parse(specs: list[str]) -> list[RewardSpec]:
+    """Returns the RewardSpec of each word of --reward: NAME or FILE.py:FUNCTION, with :WEIGHT if
+    it is not 1. Raises a SettingsError that lists all errors.
     """
     parts, mistakes = [], []
     # The rewards that the folders of parts/ add.
-    added = {name: path for known in asked("REWARDS").values() for name, path in known.items()}
+    added = part.merged("REWARDS")
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
         path, name, number = match.groups() if match else (None, spec, None)
@@ -171,7 +137,7 @@ def parse(specs: list[str]) -> list[Part]:
             mistakes.append(f"--reward {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
             mistakes.append(f"--reward {spec}: its weight must be a finite number.")
-        parts.append(Part(name, weight, path))
+        parts.append(RewardSpec(name, weight, path))
     if not specs:
         mistakes.append("--reward is empty.")
     if mistakes:
@@ -186,7 +152,7 @@ def check(specs: list[str], args) -> "Pool":
     known about them. Raises a SettingsError if one cannot be loaded. specs: the words of --reward.
     """
     parse(specs)  # rejects an empty --reward; a Pool may have none, as when a teacher scores
-    with contextlib.closing(Pool(specs, changed(args, reward_workers=1))) as pool:
+    with contextlib.closing(Pool(specs, replace(args, reward_workers=1))) as pool:
         pool.wait()
         return pool
 
@@ -295,10 +261,9 @@ class Pool:
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run
-    answer: ClassVar = Answer
 
     def __init__(self, specs: list[str], args, read=None):
-        self.args, self.read = args.reward_args, read
+        self.args, self.read = args, read
         self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start
@@ -321,8 +286,8 @@ class Pool:
         for thread in self.threads:
             thread.start()
 
-    def parse(self, specs: list[str]) -> list[Part]:
-        """Returns the Part of each word of the flag."""
+    def parse(self, specs: list[str]) -> list[RewardSpec]:
+        """Returns the RewardSpec of each word of the flag."""
         return parse(specs)
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
@@ -330,7 +295,7 @@ class Pool:
         return [queue.Queue()] * count
 
     def what(self) -> tuple:
-        """Returns the arguments that a worker's `load` gets: the rewards (a list of Part)."""
+        """Returns the arguments that a worker's `load` gets: the rewards (a list of RewardSpec)."""
         return (self.parts,)
 
     def take(self, told: dict) -> None:
@@ -347,18 +312,38 @@ class Pool:
         if self.needs is None:
             raise SettingsError(self.refused)
 
-    def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
-        """Has the workers score the items, and returns an Answer for each. `size` consecutive items
-        are one call. Without --reward no worker is called, and the Answers have no values.
+    def ask(self, items: list[Item], size: int = 1) -> list[Score]:
+        """Has the workers score the items, and returns a Score for each. `size` consecutive items
+        are one call. Without --reward no worker is called, and the total of each is 0.
         """
         if not self.parts:
-            return [self.answer([], None) for _ in items]
-        self.items, self.answers = items, [None] * len(items)
+            return [self.score([], None) for _ in items]
+        self.items, self.scores = items, [None] * len(items)
         self.refused = ""  # with a new batch a worker may start again
         self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:
             inbox.join()
-        return self.answers
+        return self.scores
+
+    def score(self, values: list, error: str | None) -> Score:
+        """Returns the Score of an item: the weighted sum of the rewards that apply to its row.
+
+        values: for each reward a number; NaN: it does not apply to the row; None: it failed or has
+        no value for the completion. error: the last error of a reward; None: nothing failed.
+
+        A completion has no total if a reward failed or has no value for it, or if none applies. The
+        sum of no rewards is 0. (If a function in TRL's format returns None, the worker makes it
+        NaN: it does not apply.)
+        """
+        known = {part: value for part, value in zip(self.parts, values, strict=True)
+                 if value is not None and not math.isnan(value)}
+        found = {part.name: known.get(part) for part in self.parts}
+        if not error and None in values:
+            error = f"{self.parts[values.index(None)].name} returned None"
+        if not error and self.parts and not known:
+            error = "every reward returned None: none applies to the row"
+        total = None if error else sum((part.weight * x for part, x in known.items()), 0.0)
+        return Score(total, found, error)
 
     def put(self, calls: list[slice]) -> None:
         """Puts lists of calls into the inboxes; a worker gets all calls of a list at once. Here
@@ -421,7 +406,7 @@ class Pool:
         return worker
 
     def call(self, worker: Worker, calls: list[slice]) -> None:
-        """Has a worker answer these calls, and stores the answers. Raises an exception if the
+        """Has a worker answer these calls, and stores the Scores. Raises an exception if the
         worker fails or does not answer in time. Its first call may load what the function needs.
         InterruptedError: the worker got SIGTERM, which may have ended processes that a reward
         started, so another worker must answer.
@@ -430,23 +415,23 @@ class Pool:
         loading, worker.new = self.loading * worker.new, False
         worker.send((self.progress, loading, batch))
         try:
-            answers = worker.receive(self.seconds(batch) + loading)
+            results = worker.receive(self.seconds(batch) + loading)
         except TimeoutError as error:
             self.loading = min(self.loading, loading / 2 or self.loading)
             raise TimeoutError(f"{error} (--reward_timeout {self.args.reward_timeout:g})") from None
-        if not answers:
+        if not results:
             raise InterruptedError
         if loading:
             self.loading = 4 * (time.monotonic() - began)
-        for call, found in zip(calls, answers, strict=True):
-            self.answers[call] = [self.answer(*of_item) for of_item in found]
+        for call, found in zip(calls, results, strict=True):
+            self.scores[call] = [self.score(*of_item) for of_item in found]
 
     def seconds(self, batch: list[list[Item]]) -> float:
         """Returns the time limit for these calls, in seconds: --reward_timeout per completion."""
         return self.args.reward_timeout * sum(map(len, batch))
 
     def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """Handles a worker's failure. If it had one call, the items of that call get an Answer with
+        """Handles a worker's failure. If it had one call, the items of that call get a Score with
         the error. If it had several, each goes back into the inbox on its own.
         """
         if len(calls) > 1:
@@ -455,4 +440,4 @@ class Pool:
             return
         items = self.items[calls[0]]
         why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
-        self.answers[calls[0]] = [self.answer([None] * len(self.parts), why)] * len(items)
+        self.scores[calls[0]] = [self.score([None] * len(self.parts), why) for _ in items]

@@ -84,16 +84,16 @@ def hash_seed(*parts: int | str) -> int:
 class Engine:
     """vLLM in this process. All ranks must construct it together (a collective).
 
-    args: the script's Args. inputs: inputs.Inputs. log: log.Log, which times the phases. models:
+    args: the script's Args. inputs: preflight.Inputs. log: log.Log, which times the phases. models:
     the policy and other models that share the GPU with the engine; they are already built.
     """
 
     def __init__(self, args, world: World, inputs, log, models: list):
         self.on_gpu = world.device.type == "cuda"
-        self.world, self.args, self.log = world, args.engine_args, log
+        self.world, self.args, self.log = world, args, log
         prepare_environment(self.on_gpu, self.args)
         from vllm import LLM
-        dtype = compute_dtype(args.model_args, world.device)
+        dtype = compute_dtype(args, world.device)
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32  # vLLM has no float64
         # The models whose tensors --offload may move.
         self.movable = [it for it in models if isinstance(it, Trained)]

@@ -19,6 +19,7 @@ import dist
 import files
 import log
 import model
+import part
 import rewards
 from chat_template import reader
 from checkpoint import export_model
@@ -27,19 +28,18 @@ from errors import Mistakes, SettingsError, numbered
 from evaluate import evaluation_metrics, sample_rows
 from flags import CommonArgs
 from identity import identity, of_one_rank
-from inputs import Inputs, read_inputs
 from log import write_samples
 from model_files import config_of
-from part import ask, extended
+from preflight import Inputs, read_inputs
 from rollout import Engine
-from settings import save_every, values_of
+from settings import save_every
 
 # ---- set-up ----
 
 def set_up(args, kind=None) -> "Run":
     """Sets up what a loop needs and returns the Run. kind: its class. All ranks must call it."""
     # 1. Join the other ranks. `began` is when the run first started: chat templates may write it.
-    world = dist.join(args.run_args.timeout)
+    world = dist.join(args.timeout)
     folder = world.together(files.choose_folder, args, world.began)
     began = world.gather([files.began(folder, world.began)])[0]  # as rank 0 says
     # 2. Check flags and files. Each machine has its own files, so compare them.
@@ -57,7 +57,7 @@ def set_up(args, kind=None) -> "Run":
     # 4. Open the run's folder.
     out = world.gather([files.output_folder(folder, args)])[0]
     run_log = log.Log(out, world, args.steps)
-    open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, values_of(args) | {
+    open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, vars(args) | {
         "script": args.script, "ranks": world.size, "versions": log.versions(), "began": began,
         "changes": settings.get("changes", [])})
     introduce(run_log, args, inputs, saved, began, folder)
@@ -70,7 +70,7 @@ def introduce(run_log: log.Log, args, inputs: Inputs, saved: checkpoint.Saved | 
               folder: Path):
     """Prints the first lines of a run: what it is, its plan, what was read, warnings."""
     world = run_log.world
-    if not args.eval_args.eval_only:
+    if not args.eval_only:
         world.again = again(world, folder.name)
         after = "a kill" if save_every(args) else "SIGTERM"  # only that saves then
         what = "a new run"
@@ -117,7 +117,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
     `saved` they continue from it. At the end parts/guards compares the log-probs of
     engine, trainer and transformers. All ranks must call it (a collective)."""
-    pool = extended("pool", rewards.Pool, args, inputs.scorer.waits)
+    pool = part.pool(rewards.Pool, args, inputs.scorer.waits)
     read = reader(inputs.tokenizer, inputs.ends)
     scorer = pool(list(args.reward), args, read)  # its processes start now
     scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state
@@ -125,18 +125,18 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     run = (kind or Run)(
         args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer, policy,
         reference, critic, start=saved.state["step"] if saved else 0,
-        kl_coef=values_of(args).get("kl_reward_coef", 0.0))
+        kl_coef=vars(args).get("kl_reward_coef", 0.0))
     if args.needs_engine:
-        engine = extended("engine", Engine, args, inputs.lm.config, run.dtype)
+        engine = part.engine(Engine, args, inputs.lm.config, run.dtype)
         run.engine = engine(args, world, inputs, run_log, [policy, reference, critic])
         run.engine.sleep()  # the trainer has the GPU
     world.together(scorer.wait)  # until a worker has loaded the rewards
-    ask("begin", run)
-    if not args.eval_args.eval_only:
+    part.begin(run)
+    if not args.eval_only:
         run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
-    ask("ready", run)
+    part.ready(run)
     return run
 
 
@@ -154,7 +154,7 @@ def build_models(args, world: dist.World, inputs: Inputs):
         return made(inputs.reference or inputs.source, False)
 
     policy, critic = made(inputs.source, True), None
-    if args.critic_args:
+    if args.needs_critic:
         critic = made(inputs.source, True, "critic", "value_model")
     if not args.needs_reference:
         return policy, None, critic
@@ -191,13 +191,13 @@ class Run:
     def end(self) -> int:
         """The number of steps that are done when the loop ends. With --eval_only it is `start`, so
         the loop makes no step."""
-        return self.start if self.args.eval_args.eval_only else self.args.steps
+        return self.start if self.args.eval_only else self.args.steps
 
     @property
     def evaluations(self) -> range:
         """The numbers of steps after which the loop evaluates. `finish` makes the last
         evaluation."""
-        every = self.args.eval_args.eval_every or self.args.steps
+        every = self.args.eval_every or self.args.steps
         return range(0, self.args.steps if self.inputs.eval_rows else 0, every)
 
     @property
@@ -216,7 +216,7 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation."""
-        return model.compute_dtype(self.args.model_args, self.world.device)
+        return model.compute_dtype(self.args, self.world.device)
 
     def restore(self, saved: checkpoint.Saved):
         """Continues from a checkpoint: it loads weights, optimizer states, the position in the data
@@ -235,7 +235,7 @@ class Run:
         of the run has done so. Returns whether they reach --stop_at, so that the run ends. With
         --keep_best it saves if no earlier evaluation was as good. All ranks must call it (a
         collective)."""
-        flags, metrics = self.args.run_args, self.world.gather([self.log.evaluation(step)])[0]
+        flags, metrics = self.args, self.world.gather([self.log.evaluation(step)])[0]
         if not metrics:
             metrics = self.held_out(step)
             self.log.step(step, metrics)
@@ -259,12 +259,12 @@ class Run:
                 samples += some
                 self.end_if_asked(step)
         write_samples(self.log, f"eval_{step:05d}", samples, decode=self.inputs.tokenizer.decode)
-        return evaluation_metrics(samples, self.args.eval_args)
+        return evaluation_metrics(samples, self.args)
 
     def record(self, step: int, samples: list):
         """Writes the samples of a step, counted from 0, to samples/ and prints three of them: every
         --samples_every steps, and in the last step."""
-        if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
+        if step % self.args.samples_every == 0 or step == self.args.steps - 1:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
                           decode=self.inputs.tokenizer.decode)
 
@@ -290,7 +290,7 @@ class Run:
     def save(self, step: int):
         """Writes a checkpoint after `step` steps, if it is not there. All ranks must call it (a
         collective)."""
-        folder, flags = self.log.folder / "checkpoints", self.args.run_args
+        folder, flags = self.log.folder / "checkpoints", self.args
         state = {"step": step, "kl_coef": self.kl_coef, "bad_steps": self.log.bad_steps,
                  "settings": self.settings}
         state |= {name: it.state_dict() for name, it in self.stateful.items()}
@@ -305,16 +305,16 @@ class Run:
         """Makes the last evaluation. After training it then exports the model, calls the parts'
         end(run), grades the run, and writes done.json and curve.png. Returns the exit status: 1 if
         a grade was missed, else 0. All ranks must call it (a collective)."""
-        missed, flags, end = False, self.args.run_args, self.end
+        missed, flags, end = False, self.args, self.end
         if self.reached is not None:
             end = self.reached
         elif self.inputs.eval_rows:
             self.evaluate(end)
-        if not self.args.eval_args.eval_only:
+        if not self.args.eval_only:
             self.end_if_asked(end)
             if flags.export:
                 self.export()
-            ask("end", self)
+            part.end(self)
             missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(end, flags.stop_at if self.reached is not None else None)
             log.draw_curve(self.log)

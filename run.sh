@@ -222,7 +222,7 @@ case "${1:-}" in
          "$venv/bin/python" examples/smollm2.py
          "$venv/bin/python" examples/instructions.py
          train grpo.py "--target_reward 0.4 0.7 --target_eval 0.5 0.7" \
-           "--model runs/smollm2 --lr 5e-5 --update_tokens 2048 --score_tokens 2048" \
+           "--model runs/smollm2 --lr 5e-5 --update_tokens 2048 --logprob_tokens 2048" \
            "--steps 30 --data runs/instructions/train.jsonl \
            --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
            --batch 8 --temperature 0.8 --warmup_steps 5 --max_tokens 24" "$@" ;;

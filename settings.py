@@ -1,16 +1,19 @@
 """settings.py: what a flag is: its range, rules over several flags, and all flags by name.
 
 Each component has its flags in a dataclass of its own, a subclass of `Flags`, in the file that
-reads them. The Args of a script holds these dataclasses in fields, so `args.engine_args.tp` is the
+reads them. The Args of a script holds these dataclasses in fields, so `args.tp` is the
 value of --tp.
 
 The file has three sections: the range of a number, in the type of its field; functions of one
 dataclass of flags; and functions of all flags of a script.
 """
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar, get_args, get_type_hints
 
 INF = float("inf")
+
+# Flags that earlier releases called otherwise: args.json and state.json of their runs are read.
+RENAMED = {"score_tokens": "logprob_tokens", "critic_score_tokens": "critic_value_tokens"}
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,12 @@ def outside(group) -> dict[str, str]:
     return found
 
 
-def needed(group: Flags, values: dict[str, object]) -> list[str]:
+def needed(group: Flags, args) -> list[str]:
     """Returns a sentence for each flag of `group` that was given but has no effect, because the
     flag named by `switch` is not set. The list is empty if there is no `switch` or it is set.
-    values: {flag: value} of all flags of the script.
+    args: all flags of the script.
     """
-    if group.switch is None or values[group.switch]:
+    if group.switch is None or getattr(args, group.switch):
         return []
     return [f"--{name} needs --{group.switch}." for name in not_default(group)
             if name != group.switch]
@@ -109,38 +112,18 @@ def not_default(group) -> list[str]:
 
 # ---- the flags of a script
 
-def groups(args) -> list[Flags]:
-    """Returns all dataclasses of flags of a script: args itself, and those in its fields, at any
-    depth.
+def sections(args) -> list[Flags]:
+    """Returns the flags of each component that args inherits, as an instance of its dataclass, in
+    the order of --help. The flags of the script itself are in none of them.
     """
-    return [args, *(group for value in vars(args).values() if is_dataclass(value)
-                    for group in groups(value))]
-
-
-def values_of(args) -> dict[str, object]:
-    """Returns {flag: value} of all dataclasses of flags in args."""
-    return {name: value for group in groups(args) for name, value in vars(group).items()
-            if not is_dataclass(value)}
+    kinds = [kind for kind in type(args).__mro__ if Flags in kind.__bases__]
+    return [kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
+            for kind in kinds]
 
 
 def lists_of(args) -> list[str]:
     """Returns the names of the flags of args that take any number of values."""
-    return [field.name for group in groups(args) for field in fields(group)
-            if "..." in str(field.type)]
-
-
-def changed(args, **values):
-    """Returns a copy of args in which the given flags have other values, whichever dataclass they
-    are in. Raises a TypeError if one of the names is not a flag of args.
-    """
-    if unknown := values.keys() - values_of(args).keys():
-        raise TypeError(f"there is no flag {', '.join(unknown)}")
-    mine = {name: value for name, value in values.items() if name in vars(args)}
-    for name, group in vars(args).items():
-        inside = values.keys() & values_of(group).keys() if is_dataclass(group) else ()
-        if inside:
-            mine[name] = changed(group, **{flag: values[flag] for flag in inside})
-    return replace(args, **mine)
+    return [field.name for field in fields(args) if "..." in str(field.type)]
 
 
 def restored(args, kept: dict):
@@ -148,16 +131,20 @@ def restored(args, kept: dict):
     of an earlier run. Keys of `kept` that are not flags are ignored. JSON has no tuples, so its
     lists become tuples.
     """
-    names = values_of(args).keys() & kept.keys()
-    return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
-                            for name in names})
+    return replace(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
+                            for name in vars(args).keys() & kept.keys()})
+
+
+def renamed(kept: dict) -> dict:
+    """Returns args.json or state.json of an earlier run with today's names of flags."""
+    return {RENAMED.get(name, name): value for name, value in kept.items()}
 
 
 def save_every(args) -> int:
     """Returns the number of steps between two checkpoints: the value of --save_every, or by default
     a tenth of --steps, rounded up. 0 means that no checkpoint is written, as with --eval_only.
     """
-    given = args.run_args.save_every
-    if args.eval_args.eval_only:
+    given = args.save_every
+    if args.eval_only:
         return 0
     return -(-args.steps // 10) if given is None else given

@@ -53,7 +53,7 @@ class Item(NamedTuple):
     turns: list[dict] | None = None  # its messages; None: it is one message
 
 
-class Part(NamedTuple):
+class RewardSpec(NamedTuple):
     """One of the rewards that --reward adds up."""
     name: str
     weight: float
@@ -126,7 +126,7 @@ def fresh(value):
 
 # ---- the file ----
 
-def find(part: Part):
+def find(part: RewardSpec):
     """Returns the function of a reward, or None if its file has no function of this name. Before a
     built-in reward is looked up, its guard (verifiers.GUARDS) is called.
     """
@@ -171,7 +171,7 @@ def load_file(path: Path) -> ModuleType:
 
 # ---- the parameters ----
 
-def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
+def read_signature(part: RewardSpec, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
     """Reads the parameters of a reward's function. Returns a `kind`, which holds the function, and
     a list of (name of the reward, column of the row that it needs, whether each row must have it).
     Ends the worker (SystemExit) with a sentence if the file has no such function, or if its
@@ -242,7 +242,7 @@ def number(value) -> float | None:
 # cannot be loaded), then one line of results for each list of calls. What a reward prints goes to
 # the trainer's output.
 
-def load(parts: list[Part]) -> tuple[list[Reward], dict]:
+def load(parts: list[RewardSpec]) -> tuple[list[Reward], dict]:
     """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
     the names of its attributes (rewards.Pool).
     """

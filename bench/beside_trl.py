@@ -256,7 +256,7 @@ def real(seeds: int, steps: int, threads: int, batch: int = 8) -> None:
     alike(seeds, steps, threads, batch, str(model), str(rows),
           ("examples/instructions.py:follows", "follows"), 5e-5, 24,
           "SmolLM2-135M-Instruct, short instructions", "trl_real.png",
-          "--temperature", 0.8, ours_only=("--update_tokens", 2048, "--score_tokens", 2048))
+          "--temperature", 0.8, ours_only=("--update_tokens", 2048, "--logprob_tokens", 2048))
 
 
 def alike(seeds: int, steps: int, threads: int, batch: int, model: str, source: str,

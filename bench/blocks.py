@@ -35,7 +35,7 @@ def serve(size: str, block: int, prompts: int) -> None:
     """The process of a Contestant: a line is "PROMPT COMPLETION", both in tokens."""
     rollout.block_tokens = lambda card, longest: block
     world = dist.join(120)
-    args = grpo.Args(engine_args=rollout.EngineArgs(max_num_seqs=256))
+    args = grpo.Args(max_num_seqs=256)
     torch.set_num_threads(1)
     folder = str(ROOT / "runs" / f"bench-sync-{size}-long")
     policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)

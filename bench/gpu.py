@@ -21,7 +21,7 @@ Model FLOPs of an update of sequences of T tokens, n of them in the loss (a back
 forwards; recomputing does not count):
     6 (parameters of the layers' matrices × ΣT + vocabulary × hidden × Σn)
     + 6 × layers × width of the heads × ΣT²        (the causal half of 12 L H T²)
-A score pass has a third of it. The share is of the GPU's dense bf16 PEAK, where that is known.
+A forward pass has a third of it. The share is of the GPU's dense bf16 PEAK, where that is known.
 """
 import argparse
 import importlib.util
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,15 +47,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import dist
 import grpo
 import log
+import memory
 import model
 import plan
 import rollout
 from batch import Batch, Completion, Sample, attention
-from data import DataArgs, Prompt, Row
+from data import Prompt, Row
 from examples import tiny
 from model_files import shape_from
 from rewards import Score
-from settings import changed, values_of
 from tools.first_hour import Ran, Wrong, cause, start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,8 +72,8 @@ ROWS = {                                               # part → its lines of t
                  "compiled: micro-batch"),
     "whole": ("update, all logits at once: tokens/s", "all at once: TFLOP/s",
               "all at once: micro-batch"),
-    "score": ("score pass: tokens/s", "score pass: TFLOP/s"),
-    "short": ("score pass of 32 prompts x 8 short completions: ms",),
+    "score": ("forward pass: tokens/s", "forward pass: TFLOP/s"),
+    "short": ("forward pass of 32 prompts x 8 short completions: ms",),
     "head": ("head, forward and backward: ms in chunks", "head: ms with all logits at once",
              "head: peak GiB in chunks / at once"),
     "rollout": ("rollout: tokens/s",),
@@ -151,15 +152,14 @@ class Bench:
         budget = self.budgets[0]
         args = grpo.Args(
             model=str(self.folder), batch=8 if self.card else 1, minibatches=2, lr=1e-6,
-            max_tokens=self.completion, update_tokens=budget, score_tokens=budget,
-            data_args=DataArgs(max_prompt_tokens=self.prompt))
-        return plan.Plan(changed(args, **flags), 1, None, 0)
+            max_tokens=self.completion, update_tokens=budget, logprob_tokens=budget,
+            max_prompt_tokens=self.prompt)
+        return plan.Plan(replace(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False, head_chunk: int = 0) -> model.Policy:
         self.world = dist.World.joined or dist.join()
-        args = grpo.Args(max_tokens=self.completion, model_args=model.ModelArgs(
-            dtype=str(self.dtype).removeprefix("torch."), checkpointing=checkpointing,
-            head_chunk=head_chunk))
+        args = grpo.Args(max_tokens=self.completion, head_chunk=head_chunk,
+                         dtype=str(self.dtype).removeprefix("torch."), checkpointing=checkpointing)
         module = model.build(model.LogprobModel, str(self.folder), self.world, args)
         return model.Policy(module, self.world, args)
 
@@ -207,22 +207,22 @@ def update(bench: Bench, head_chunk: int = 0, ready=None) -> list[str]:
     """Forward, backward and AdamW's step on two micro-batches. They are as large as fits, by the
     plan, without an engine. head_chunk: of the model's. ready(policy): what is done before."""
     def needs(**flags) -> float:
-        found = plan.Memory(bench.plan(head_chunk=head_chunk, **flags), bench.shape, bench.card)
+        found = memory.Memory(bench.plan(head_chunk=head_chunk, **flags), bench.shape, bench.card)
         return found.sums[1] - found.parts["engine"][1]  # in training
 
     ways = [dict(update_tokens=budget, checkpointing=on)
             for on in (False, True) for budget in bench.budgets]
     way = next((way for way in ways if not bench.card or needs(**way) < bench.card), None)
     if way is None:
-        least = min(needs(**way) for way in ways) / plan.GIB
+        least = min(needs(**way) for way in ways) / memory.GIB
         raise Skip(f"by the plan the smallest update needs {least:.0f} GiB, and the GPU has "
-                   f"{bench.card / plan.GIB:.0f}")
+                   f"{bench.card / memory.GIB:.0f}")
     policy = bench.policy(way["checkpointing"], head_chunk)
     batch = bench.batch(way["update_tokens"])
     if ready:
         ready(policy)
     rows = list(range(len(batch.samples)))
-    micros = batch.micros(bench.world, rows, way["update_tokens"], "update")
+    micros = batch.micro_batches(bench.world, rows, way["update_tokens"], "update")
 
     def step() -> None:
         for micro in micros:
@@ -261,7 +261,7 @@ def score(bench: Bench) -> list[str]:
     def forward(micro):
         return policy.logprobs(micro, 1.0)[0]
 
-    seconds, = bench.seconds(lambda: batch.score(bench.world, budget, "score", forward))
+    seconds, = bench.seconds(lambda: batch.forward(bench.world, budget, "score", forward))
     return bench.speed(batch, 1, seconds)
 
 
@@ -274,7 +274,7 @@ def short(bench: Bench) -> list[str]:
     def forward(micro):
         return policy.logprobs(micro, 1.0)[0]
 
-    seconds, = bench.seconds(lambda: batch.score(bench.world, 16384, "score", forward))
+    seconds, = bench.seconds(lambda: batch.forward(bench.world, 16384, "score", forward))
     return [median([1000 * x for x in seconds])]
 
 
@@ -305,7 +305,7 @@ def head(bench: Bench) -> list[str]:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             run(chunk)
-            peaks.append(f"{(torch.cuda.max_memory_allocated() - before) / plan.GIB:.2f}")
+            peaks.append(f"{(torch.cuda.max_memory_allocated() - before) / memory.GIB:.2f}")
     return [*cells, " / ".join(peaks) or "only on GPU"]
 
 
@@ -373,22 +373,22 @@ def needed(bench: Bench) -> dict:
     """The flags with which a step fits, by the plan."""
     if not bench.card:
         return {}
-    small = dict(checkpointing=True, update_tokens=4096, score_tokens=4096)
+    small = dict(checkpointing=True, update_tokens=4096, logprob_tokens=4096)
     for way in ({}, dict(checkpointing=True), small,
                 small | dict(offload=("params", "optimizer"))):
-        if plan.Memory(bench.plan(**way), bench.shape, bench.card).fits:
+        if memory.Memory(bench.plan(**way), bench.shape, bench.card).fits:
             return way
     raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
 
 
 def train(bench: Bench, flags: dict) -> Ran:
     """Three steps of grpo.py, watched."""
-    given, names = values_of(bench.plan().args), (
+    given, names = vars(bench.plan().args), (
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
-        "score_tokens", "lr")
+        "logprob_tokens", "lr")
     given = ({name: given[name] for name in names}
              | dict(steps=3, name="bench", export=False) | flags)
-    if "try_worst_case" in values_of(grpo.Args()):  # of a part, which may be removed
+    if "try_worst_case" in vars(grpo.Args()):  # of a part, which may be removed
         given["try_worst_case"] = "off"
     shutil.rmtree(bench.folder / "runs", ignore_errors=True)
     out = bench.folder / "run.txt"
@@ -401,7 +401,7 @@ def train(bench: Bench, flags: dict) -> Ran:
 
 def phases(run: Ran) -> str:
     """The seconds of the last step."""
-    names = "step", "rollout", "sync", "score", "update"
+    names = "step", "rollout", "sync", "logprobs", "update"
     return ", ".join(f"{run.steps[-1].get(f'time/{name}', 0.0):.3g}" for name in names)
 
 
@@ -423,14 +423,14 @@ def whole_run(bench: Bench) -> list[str]:
 
 def awake(bench: Bench) -> list[str]:
     """Steps with an engine that is left awake, where that fits by the plan."""
-    if bench.card and not plan.Memory(bench.plan(sleep_level=0), bench.shape, bench.card).fits:
+    if bench.card and not memory.Memory(bench.plan(sleep_level=0), bench.shape, bench.card).fits:
         raise Skip("by the plan the engine does not fit beside the trainer")
     return [phases(train(bench, dict(sleep_level=0)))]
 
 
 def lora(bench: Bench) -> list[str]:
     """Steps whose new weights are an adapter that the engine takes as one."""
-    if "lora_rank" not in values_of(grpo.Args()):
+    if "lora_rank" not in vars(grpo.Args()):
         raise Skip("parts/lora is removed")
     return [phases(train(bench, dict(lora_rank=16, lora_sync="adapter")))]
 

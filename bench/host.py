@@ -72,7 +72,7 @@ def resident() -> int:
 def learn(samples: list[Sample], group: int, ranks: int, minibatches: int, budget: int) -> float:
     """→ seconds of the CPU."""
     args = grpo.Args(group=group, minibatches=minibatches, max_tokens=1 << 20,
-                     update_tokens=budget, score_tokens=2 * budget)
+                     update_tokens=budget, logprob_tokens=2 * budget)
     began = time.process_time()
     grpo.learn(args, one_of(ranks), Free(), samples, lr=1.0)
     return time.process_time() - began

@@ -30,7 +30,7 @@ from batch import Batch, Completion, Sample
 from beside import ROOT, Contestant, measure
 from data import Prompt, Row
 from examples import tiny
-from inputs import find_model
+from preflight import find_model
 from rewards import Score
 
 SHORT = (16, 64)

@@ -36,9 +36,7 @@ import torch
 import dist
 import grpo
 from batch import Batch, Completion, Sample
-from data import DataArgs
 from examples import tiny
-from flags import RunArgs
 from rewards import Score, score_samples
 from run import Run, set_up
 
@@ -162,18 +160,19 @@ def logprobs_of(lm, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def update_and_score(run: Run, times: int, only: list[str]) -> None:
-    a = replace(run.args, update_tokens=8192, score_tokens=8192)
+    a = replace(run.args, update_tokens=8192, logprob_tokens=8192)
     samples = spread_samples(run, 128 if a.model.endswith("3m") else 32)
     batch, (lm, optimizer) = Batch(samples), bare_model(a.model)
     tokens, rows = sum(p + c for _, p, c in batch.sizes), list(range(len(samples)))
     in_order = [rows[i:i + 16] for i in range(0, len(rows), 16)]
-    ours = [m.rows for m in batch.micros(run.world, rows, a.update_tokens, "bench")]
+    ours = [m.rows for m in batch.micro_batches(run.world, rows, a.update_tokens, "bench")]
 
     def learn():
         grpo.learn(a, run.world, run.policy, samples, lr=1e-6)
 
     def score():
-        batch.score(run.world, a.score_tokens, "bench", lambda m: run.policy.logprobs(m, 1.0)[0])
+        batch.forward(run.world, a.logprob_tokens, "bench",
+                      lambda m: run.policy.logprobs(m, 1.0)[0])
 
     def bare_update(cut):
         for part in cut:
@@ -187,7 +186,7 @@ def update_and_score(run: Run, times: int, only: list[str]) -> None:
         return [logprobs_of(lm, *padded(samples, part)) for part in cut]
 
     for name, phase, function, bare in (("update", "grpo.learn", learn, bare_update),
-                                        ("score", "Batch.score", score, bare_score)):
+                                        ("score", "Batch.forward", score, bare_score)):
         if name in only:
             show(f"{name}, lengths 16 to 320", rounds({
                 phase: function, "bare, sorted": lambda bare=bare: bare(ours),
@@ -206,7 +205,7 @@ def rest(run: Run) -> None:
 
     run.stop.agreed, run.finish, grpo.set_up = noted, lambda: 0, lambda _: run
     grpo.train(run.args)
-    rows, phases = run.log.rows[-len(ends) + 1:], ("rollout", "reward", "score", "update")
+    rows, phases = run.log.rows[-len(ends) + 1:], ("rollout", "reward", "logprobs", "update")
     known = [sum(row.get(f"time/{phase}", 0.0) for phase in phases) for row in rows]
     whole = [end - start for start, end in pairwise(ends)]         # of all steps but the first
     parts = [(w - k) / w for w, k in zip(whole, known, strict=True)]
@@ -269,8 +268,8 @@ def main(options: argparse.Namespace) -> None:
     os.chdir(ROOT)
     args = grpo.Args(
         model=random_model(options.model), batch=16, group=8, max_tokens=128, steps=6, lr=1e-9,
-        name=f"bench-step-{os.getpid()}", data_args=DataArgs(max_prompt_tokens=64),
-        run_args=RunArgs(export=False, samples_every=10**9))
+        name=f"bench-step-{os.getpid()}", max_prompt_tokens=64,
+        export=False, samples_every=10**9)
     run = set_up(replace(args, max_tokens=512))        # the longest that the engine gets, in growth
     run.args, run.engine.max_tokens = args, args.max_tokens
     parameters = sum(p.numel() for p in run.policy.module.parameters())

@@ -29,7 +29,7 @@ import grpo
 import model
 from beside import ROOT, Contestant, measure
 from examples import tiny
-from rollout import Engine, EngineArgs, Request
+from rollout import Engine, Request
 
 SIZES = {"tiny": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2,
                       num_attention_heads=4, num_key_value_heads=4),
@@ -55,7 +55,7 @@ def serve(size: str, completions: int) -> None:
     seconds are those of the sync, or of the samples if their number is given."""
     world = dist.join(120)
     args = grpo.Args(max_tokens=32 if completions else 8,
-                     engine_args=EngineArgs(max_num_seqs=256))
+                     max_num_seqs=256)
     torch.set_num_threads(1)
     folder = str(ROOT / "runs" / f"bench-sync-{size}")
     policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)

@@ -34,7 +34,7 @@ from transformers import (
 from errors import SettingsError
 from examples import guess
 from examples.tiny_experts import make_mixture
-from model_files import family_of
+from model_files import architecture_of
 
 
 def sort_digits(rng, clumsy):
@@ -246,7 +246,7 @@ def build(folder, task="sort", seed=0):
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied: the embedding
     weights = {there: piece.clone() for name, p in weights.items()
-               for there, piece, _ in family_of(model.config).pieces(name, p)}  # as files have it
+               for there, piece, _ in architecture_of(model.config).pieces(name, p)}
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
 
 

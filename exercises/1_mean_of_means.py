@@ -42,4 +42,4 @@ def check(found, token_loss, parts, whole):
         f"rows {parts}: the losses add up to {total:.3f}. The mean over all tokens is {whole:.3f}")
 
 
-# In the project: `weights[rows] = losses.token_weights(` in grpo.py, before `batch.micros`.
+# In the project: `weights[rows] = losses.token_weights(` in grpo.py, before `batch.micro_batches`.

@@ -48,7 +48,7 @@ SCRIPTS = {name: f"parts/{name}/{name}.py" for name in ("sft", "distill")}
 BEFORE = {"grpo": [], "sft": [], "sft-long": [], "sft-grpo": ["sft"],
           "distill": ["sft", "sft-grpo"]}
 COMMON = ("--reward exact --max_prompt_tokens 64 --max_tokens 12 --update_tokens 1024 "
-          "--score_tokens 2048 --save_every 0 --warmup_steps 3").split()
+          "--logprob_tokens 2048 --save_every 0 --warmup_steps 3").split()
 TEXT = """# Five pipelines from one small base
 
 `python results/pipelines.py --model runs/smollm2` <!-- walk: not typed: hours --> makes this page:

@@ -176,7 +176,7 @@ def models(world, folder: str, args):
 
     policy = made()
     reference = policy.reference(lambda: made(trained=False)) if args.needs_reference else None
-    return policy, reference, made("value_model", "critic") if args.critic_args else None
+    return policy, reference, made("value_model", "critic") if args.needs_critic else None
 
 
 class Counted:

@@ -2,6 +2,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,9 +17,8 @@ import ppo
 import rollout
 from batch import Completion, Sample
 from data import Prompt, Row
-from inputs import load_tokenizer
+from preflight import load_tokenizer
 from rewards import Score
-from settings import changed
 
 SCRIPTS = {"grpo": grpo, "ppo": ppo}
 
@@ -57,7 +57,7 @@ class Log:
 
 def args(script="grpo", **flags):
     """The script's Args with these flags, wherever they live. script: a module, or its name."""
-    return changed(SCRIPTS.get(script, script).Args(lr=1e-3), **flags)
+    return replace(SCRIPTS.get(script, script).Args(lr=1e-3), **flags)
 
 
 def made_of(args) -> dict[str, identity.Entry]:

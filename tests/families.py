@@ -6,6 +6,7 @@ of them by its name, or any other model_type of transformers (half a minute each
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,6 @@ from checkpoint import export_model
 from family_cases import CASES, make
 from rewards import Score
 from rollout import Engine, Request
-from settings import changed
 from tools import float64
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def batch_of(*groups: tuple[list[int], list[list[int]]]) -> Batch:
 
 def trainer_of(folder: str, world, **flags) -> model.Policy:
     """The policy of a run with these flags."""
-    args = changed(grpo.Args(model=folder), **flags)
+    args = replace(grpo.Args(model=folder), **flags)
     kinds = model.kinds(args, model.config_of(folder))
     return kinds.policy(float64.build(kinds.logprob_model, folder, world, args), world, args)
 
@@ -69,7 +69,7 @@ def run_of(world, policy, engine=None, prompts=(), dtype=torch.float32, folder: 
     return SimpleNamespace(
         world=world, policy=policy, engine=engine, reference=None, critic=None, dtype=dtype,
         log=fakes.Log(), stateful={},
-        args=changed(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT,
+        args=replace(policy.args, max_num_seqs=64, tp=tp, max_tokens=24, temperature=HEAT,
                      dtype=str(dtype).removeprefix("torch.")),
         inputs=SimpleNamespace(
             source=folder, lm=policy.module.lm, tokenizer=None, ends=[2], kv_cache=2**28,
@@ -89,13 +89,13 @@ def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, rows
     """The engine of a run with this policy."""
     run = run_of(world, policy, dtype=dtype, folder=folder, tp=tp)
     run.inputs.rows = [*rows]
-    kind = part.extended("engine", Engine, run.args, run.inputs.lm.config, dtype)
+    kind = part.engine(Engine, run.args, run.inputs.lm.config, dtype)
     return kind(run.args, world, run.inputs, run.log, [policy])
 
 
 def update(world, policy, batch: Batch) -> None:
     """One step, which moves every weight."""
-    for micro in batch.micros(world, list(range(len(batch.samples))), 400, "update"):
+    for micro in batch.micro_batches(world, list(range(len(batch.samples))), 400, "update"):
         logprobs, entropy = policy.logprobs(micro, HEAT, True)
         policy.backward((logprobs + 0.1 * entropy).sum() / 100)
     norm = policy.step(3e-3)
@@ -105,7 +105,7 @@ def update(world, policy, batch: Batch) -> None:
 # ---- the log-probs (M,) of sampled tokens, by each of the three
 
 def trainer_logprobs(world, policy, batch: Batch) -> torch.Tensor:
-    return batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
+    return batch.forward(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
 
 
 def engine_logprobs(batch: Batch) -> torch.Tensor:

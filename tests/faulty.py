@@ -37,7 +37,7 @@ weights | model/Policy/weights
 rollout | rollout/Engine/generate
 engine | rollout/Engine/outputs
 reward | rewards/Pool/ask
-score | batch/Batch/score
+score | batch/Batch/forward
 forward | model/Policy/logprobs
 backward | model/Policy/backward
 log | log/Log/step

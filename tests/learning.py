@@ -1,5 +1,6 @@
 """Made-up samples, random models of two layers, and flags for them."""
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,7 +9,6 @@ import data
 import grpo
 import rewards
 from batch import Completion, Sample
-from settings import changed
 from tools import float64
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
@@ -66,8 +66,8 @@ def arguments(script=grpo, **options):
     The budgets are so large that all fits in one micro-batch.
     """
     args = script.Args(group=GROUP, max_tokens=COMPLETION, update_tokens=1 << 20,
-                       score_tokens=1 << 20, lr=1e-3)
-    return changed(args, **{"max_prompt_tokens": PROMPT} | options)
+                       logprob_tokens=1 << 20, lr=1e-3)
+    return replace(args, **{"max_prompt_tokens": PROMPT} | options)
 
 
 def sample(prompt: data.Row | list[int], ids: np.ndarray, reward: float | None = 0.0,

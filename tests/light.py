@@ -27,10 +27,10 @@ class Light:
     def __init__(self, args, world, inputs, log, models):
         from transformers import AutoModelForCausalLM
         vars(self).update(
-            world=world, args=args.engine_args, log=log, dtype=torch.float32, movable=[],
+            world=world, args=args, log=log, dtype=torch.float32, movable=[],
             eos_ids=inputs.ends, metrics={}, on_gpu=False, asleep=False, sleep_level=0, bar=False,
             max_tokens=args.max_tokens, seed=args.seed,
-            engine_count=assert_divisible(world.size, args.engine_args.tp, "ranks", "--tp"),
+            engine_count=assert_divisible(world.size, args.tp, "ranks", "--tp"),
             lm=AutoModelForCausalLM.from_config(config_of(inputs.source)).float().eval())
 
     @contextmanager

@@ -89,7 +89,7 @@ class Model:
         if head is not None:
             self.trained["head"] = head
         self.gradients: list[dict] = []
-        flags = args.optimizer_args
+        flags = args
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), betas=flags.betas, weight_decay=flags.weight_decay)
 
@@ -104,7 +104,7 @@ class Model:
         """Clip the gradient's norm, then AdamW → the norm."""
         self.gradients.append({name: p.grad.clone() for name, p in self.trained.items()})
         norm = torch.nn.utils.clip_grad_norm_(
-            self.trained.values(), self.args.optimizer_args.max_grad_norm or math.inf)
+            self.trained.values(), self.args.max_grad_norm or math.inf)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()

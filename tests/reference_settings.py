@@ -65,7 +65,7 @@ class Setting:
         if self.script == "grpo":
             return reference.grpo(args, policy, before, completions, lr)
         return reference.ppo(args, policy, critic, before, completions, lr,
-                             args.critic_args.critic_lr, kl_coef)
+                             args.critic_lr, kl_coef)
 
 
 TWICE = "minibatches=2 epochs=2"
@@ -76,8 +76,8 @@ REPORTED = """
 grpo prompts=2 group=4 ranks=4 batch=2
 grpo prompts=1 group=8 ranks=3 batch=1
 grpo prompts=1 group=8 ranks=3 batch=1 minibatches=3
-grpo prompts=16 group=4 ranks=2 minibatches=2 kl_loss_coef=0.1 update_tokens=50 score_tokens=170
-grpo prompts=16 group=4 ranks=2 minibatches=2 kl_loss_coef=0.1 update_tokens=170 score_tokens=50
+grpo prompts=16 group=4 ranks=2 minibatches=2 kl_loss_coef=0.1 update_tokens=50 logprob_tokens=170
+grpo prompts=16 group=4 ranks=2 minibatches=2 kl_loss_coef=0.1 update_tokens=170 logprob_tokens=50
 grpo prompts=7 group=4 ranks=6 batch=7 minibatches=2 epochs=2
 """.strip().splitlines()
 # What a draw of flags does not reach: rows that do not learn on all ranks or in a whole minibatch

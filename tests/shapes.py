@@ -4,8 +4,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from architecture import Shape
 from examples import tiny
-from family import Shape
 from model_files import shape_from
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

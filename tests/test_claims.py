@@ -4,7 +4,7 @@ so a rule of any component is tried."""
 import random
 import re
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 import plan
 from fakes import SCRIPTS
 from flags import NAMES
-from settings import changed, groups, ranges, values_of
+from settings import ranges, sections
 from shapes import shape_of
 
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]
@@ -51,15 +51,15 @@ class Flags:
     """The flags of a script. can: what is drawn for each; kinds: the types in its type."""
 
     def __init__(self, args):
-        self.default, self.can, self.kinds = values_of(args), {}, {}
-        for group in groups(args):
-            hints, allowed = get_type_hints(type(group), include_extras=True), ranges(group)
-            for name in (field.name for field in fields(group)):
-                self.kinds[name] = kinds(hints[name])
-                if name in values_of(args.parts):  # their rules are tried beside them
-                    continue
-                if found := WORDS.get(name) or drawable(hints[name], allowed[name]):
-                    self.can[name] = found
+        self.default, self.can, self.kinds = vars(args), {}, {}
+        hints, allowed = get_type_hints(type(args), include_extras=True), ranges(args)
+        of_parts = {field.name for section in sections(args) for field in fields(section)
+                    if type(section).__module__.startswith("parts.")}
+        for name in vars(args):
+            self.kinds[name] = kinds(hints[name])
+            found = WORDS.get(name) or drawable(hints[name], allowed[name])
+            if found and name not in of_parts:  # their rules are tried beside them
+                self.can[name] = found
 
     def number(self, name: str, text: str, more: int):
         """What a sentence says, and a little more or less, as the flag has it."""
@@ -77,7 +77,7 @@ class Setting:
 
     def __init__(self, script, seed: int, can: dict):
         rng = random.Random(seed)
-        self.args = changed(script.Args(), **{name: rng.choice(can[name]) for name in rng.sample(
+        self.args = replace(script.Args(), **{name: rng.choice(can[name]) for name in rng.sample(
             sorted(can), rng.randint(1, 14))})
         self.ranks = rng.choice([1, 2, 4, 6, 8])
         self.n_rows, self.shape = rng.choice([None, 40, 1000]), rng.choice(SHAPES)
@@ -85,7 +85,7 @@ class Setting:
 
     def said(self, **changes) -> dict[str, str]:
         """{a sentence without its numbers: the sentence}, of these flags with some changes."""
-        found = plan.problems(changed(self.args, **changes), self.ranks, self.n_rows, 0,
+        found = plan.problems(replace(self.args, **changes), self.ranks, self.n_rows, 0,
                               self.shape, self.local_size)
         return {re.sub(r"\(got .*?\)+(?=[.:])|-?\d[\d,.e-]*", "#", text): text for text in found}
 

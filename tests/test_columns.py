@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 import fakes
-import inputs
+import preflight
 from errors import SettingsError
 from tables import table
 
@@ -26,13 +26,13 @@ def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch):
         if text:
             Path(name).write_text(f"{text}\n1,2,3\n" if name.endswith("csv") else text)
         with pytest.raises(SettingsError, match=f"{name} .*{word.split()[-1]}.*twice"):
-            inputs.read_files(fakes.args(data=name), 1)
+            preflight.read_files(fakes.args(data=name), 1)
 
 
 def test_a_folder_called_as_rows_that_are_made_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "tiny", "reasoning_gym":
         Path(name).mkdir()
-    assert len(inputs.read_files(fakes.args(), 1).rows) > 100
+    assert len(preflight.read_files(fakes.args(), 1).rows) > 100
     with pytest.raises(SettingsError, match="./tiny is not a file"):
-        inputs.read_files(fakes.args(data="./tiny"), 1)
+        preflight.read_files(fakes.args(data="./tiny"), 1)

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -27,13 +28,12 @@ import chat_template
 import checkpoint
 import fakes
 import grpo
-import inputs
+import preflight
 import rollout
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
 from examples.formats import TAGS
-from settings import changed
 from tables import table
 from templates import ROLE, SAID, processed, template, tokenizer_of
 
@@ -57,7 +57,7 @@ def tags_in(tokenizer):
 
 # What begins a chat, a turn of the user, one of the assistant, what asks for an answer, what ends a
 # turn of the assistant, and what ends a chat. "eos last" is OLMo 2's, of several turns.
-FAMILIES = {name: [*map(json.loads, cells)] for name, *cells in table(r"""
+ARCHITECTURES = {name: [*map(json.loads, cells)] for name, *cells in table(r"""
 chatml | "" | "<|im_start|>ROLE\nSAID<|im_end|>\n" | "<|im_start|>ROLE\nSAID<|im_end|>\n"
     | "<|im_start|>assistant\n" | "<|im_end|>" | ""
 default system | "<|im_start|>system\nUse <think>.<|im_end|>\n"
@@ -131,7 +131,7 @@ def trained(name: str, normalizer=None, controls="<unk>") -> Tokenizer:
 def drawn(seed: int):
     """Returns a tokenizer, its family, the model's files (a line of FILES), what was drawn."""
     rng = random.Random(seed)
-    name = [*FAMILIES][seed % len(FAMILIES)]  # each as often
+    name = [*ARCHITECTURES][seed % len(ARCHITECTURES)]  # each as often
     pick = {what: rng.choice(json.loads(choices)) for what, choices in PICKS}
     made = PreTrainedTokenizerFast(
         tokenizer_object=trained("spaces") if pick["words"] else Tokenizer.from_str(BYTES),
@@ -140,7 +140,7 @@ def drawn(seed: int):
     for controls, special in (CONTROLS, pick["special"]), (tags, pick["tags"]):
         made.add_tokens([AddedToken(t, special=special, normalized=False) for t in controls])
     made.bos_token, made.eos_token, made.pad_token = "<s>", pick["eos"], pick["pad"]
-    begin, user, assistant, header, _, tail = FAMILIES[name]
+    begin, user, assistant, header, _, tail = ARCHITECTURES[name]
     if name != "none":
         made.chat_template = template(user, assistant, header, begin, tail)
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
@@ -151,7 +151,7 @@ def check(tmp_path, seed: int):
     """Prompt, ends and texts of what was drawn are right. Returns (tokenizer, ends, reader)."""
     tokenizer, name, (config, generation, named), pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
-    bos, end = to_id("<s>"), FAMILIES[name][4]
+    bos, end = to_id("<s>"), ARCHITECTURES[name][4]
     # The prompt.
     row = row_of({"prompt": "Sort 31"}, tokenizer)
     bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
@@ -271,9 +271,9 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat():
 def test_a_model_that_cannot_end_is_said(cells):
     """A run without an id that ends, of those the model can write, has a warning unless --stop."""
     ends, left, stop, count = map(json.loads, cells)
-    found = inputs.Inputs("", None, None, SimpleNamespace(vocab=320), None)
-    with mock.patch.object(inputs, "eos_ids", return_value=ends):
-        assert inputs.check_ends(changed(grpo.Args(), stop=stop), found) == left
+    found = preflight.Inputs("", None, None, SimpleNamespace(vocab=320), None)
+    with mock.patch.object(preflight, "eos_ids", return_value=ends):
+        assert preflight.check_ends(replace(grpo.Args(), stop=stop), found) == left
     words = f"no token that ends a completion: its files name {ends} of 320 ids"
     assert [words in one for one in found.warnings] == [True] * count
 
@@ -287,10 +287,10 @@ def test_a_run_reads_ends_and_tokenizer_from_the_models_folder(tmp_path):
     """The engine stops at the ends and what they end is learned; whoever loads the export, with
     transformers or vLLM, has them too."""
     folder = shutil.copytree(tiny.ensure(str(ROOT / "runs")), tmp_path / "base")
-    args = changed(grpo.Args(), model=str(folder))
+    args = replace(grpo.Args(), model=str(folder))
     edit(folder / "tokenizer_config.json", eos_token=tiny.END_OF_TEXT)
     edit(folder / "generation_config.json", eos_token_id=0)
-    found = inputs.read_files(args, 1)
+    found = preflight.read_files(args, 1)
     assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
     before = GenerationConfig.from_pretrained(folder).to_dict()
     checkpoint.write_ends(folder, found.ends)

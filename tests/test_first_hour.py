@@ -15,7 +15,7 @@ import fakes
 import rollout
 from examples import tiny
 from faults import progress
-from plan import GIB
+from memory import GIB
 from ranks import script
 from tools import first_hour, watched
 from tools.first_hour import CHECKS, Hour, Ran, Wrong, attempt

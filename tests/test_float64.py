@@ -14,7 +14,7 @@ import batch
 import fakes
 import families
 import model
-from batch import Micro
+from batch import MicroBatch
 from learning import difference
 from ranks import results
 from tools import float64
@@ -33,7 +33,7 @@ def trained(world, folder: str, flags: dict) -> tuple:
     flags = dict(dtype="float64", head_chunk=50, checkpointing=True) | flags
     steps = families.three_steps(world, folder, False, **flags)
     rows, policy = steps[0][0], families.trainer_of(folder, world, **flags)
-    for micro in rows.micros(world, [*range(6)], 400, "update"):
+    for micro in rows.micro_batches(world, [*range(6)], 400, "update"):
         policy.backward(policy.logprobs(micro, families.HEAT)[0].sum())
     gradient = {name.removeprefix("lm."): model.whole(p.grad)
                 for name, p in policy.parameters.items()}
@@ -44,7 +44,8 @@ def trained(world, folder: str, flags: dict) -> tuple:
     def sums(micro):
         return policy.logprobs(micro, 1.0, formula=lambda hidden, *others: hidden.sum(-1))
 
-    return steps, gradient, *(rows.score(world, 400, "score", way) for way in (critic.values, sums))
+    return steps, gradient, *(rows.forward(world, 400, "values", way)
+                               for way in (critic.values, sums))
 
 
 def gradient_of(folder: str, rows) -> dict:
@@ -103,7 +104,7 @@ def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
     samples = families.batch_of(*(([n] * n, [[1] * m for m in lengths]) for n, lengths in (
         (3, (1, 5, 9, 2)), (1, (4,)), (14, (12, 2, 20)), (6, (9, 8, 7)))))
-    layout = Micro(samples, [*range(len(samples.samples))], CPU).inputs["packed"]
+    layout = MicroBatch(samples, [*range(len(samples.samples))], CPU).inputs["packed"]
     q, k, v = (torch.randn(layout.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     ours, theirs = (way(q, k, v, layout, 0.3, window) for way in (batch.blocks, batch.varlen))
     assert difference(ours, theirs) < 1e-14

@@ -14,12 +14,13 @@ from vllm.usage.usage_lib import UsageContext
 import batch
 import dist
 import fakes
-import inputs
+import memory
 import model
 import plan
+import preflight
 from errors import SettingsError
 from fakegpu import GPU, learned, on_gpus
-from plan import GIB
+from memory import GIB
 from shapes import shape_of
 from tools import float64
 from tools.prove import VOCAB
@@ -47,7 +48,7 @@ def test_ranks_without_a_gpu_each_are_refused_with_what_works(
     monkeypatch.setattr(dist.os, "environ", environ)
     monkeypatch.setattr(dist.os.path, "exists", lambda path: path == device)
     with pytest.raises(SettingsError, match="--batch must be at least 1") as caught:
-        inputs.read_inputs(fakes.args(batch=0), 4, 4)
+        preflight.read_inputs(fakes.args(batch=0), 4, 4)
     found = re.search(said or "4 ranks on this machine need", str(caught.value))
     assert bool(found) == bool(said)
     assert cuda is None or "CUDA_VISIBLE_DEVICES= " not in str(caught.value)
@@ -127,9 +128,9 @@ def test_plan_and_engine_have_one_size_which_is_vllms(gib, name, monkeypatch):
         args = fakes.args(max_num_seqs=seqs, max_prompt_tokens=prompt, max_tokens=new,
                           kv_cache_gb=given, dtype="bfloat16")
         made = plan.Plan(args, 1, 8, 0)
-        memory = plan.Memory(made, shape_of("Qwen2.5-0.5B"), dist.card_bytes())
+        found = memory.Memory(made, shape_of("Qwen2.5-0.5B"), dist.card_bytes())
         engine = fakes.engine_of()
-        vars(engine).update(args=args.engine_args, on_gpu=True)
+        vars(engine).update(args=args, on_gpu=True)
         options = engine.options(made.longest)
         theirs = SimpleNamespace(  # an EngineArgs, whose constructor looks for a model
             max_num_seqs=seqs or None, max_num_batched_tokens=None, enable_chunked_prefill=True,
@@ -144,9 +145,9 @@ def test_plan_and_engine_have_one_size_which_is_vllms(gib, name, monkeypatch):
         assert ours == vllms or (gib, name) == (80, "A100")
         SchedulerConfig(max_model_len=made.longest, is_encoder_decoder=False, max_num_seqs=ours[1],
                         max_num_batched_tokens=ours[0])  # it refuses what does not go together
-        assert memory.holds <= ours[1]
-        assert memory.engine_work(*ours) == memory.parts["engine"][0] - memory.engine_weights() - (
-            plan.GRAPHS + memory.cache)
+        assert found.holds <= ours[1]
+        assert found.engine_work(*ours) == found.parts["engine"][0] - found.engine_weights() - (
+            memory.GRAPHS + found.cache)
 
 
 # ---- the head is compiled on a GPU
@@ -179,7 +180,7 @@ def test_the_head_has_one_graph_for_each_kind_of_chunk(monkeypatch):
 # ---- the trainer, on tensors without numbers
 
 HOST = "cpu"
-MORE = dict(checkpointing=True, update_tokens=40, score_tokens=40, temperature=0.7, head_chunk=5,
+MORE = dict(checkpointing=True, update_tokens=40, logprob_tokens=40, temperature=0.7, head_chunk=5,
             minibatches=2)
 LEARNED = [  # the script, the number of ranks, the flags
     ("grpo", 1, {}), ("grpo", 4, {}), ("grpo", 4, MORE | dict(kl_loss_coef=0.1, entropy_coef=0.1)),
@@ -225,6 +226,6 @@ def test_a_tensor_that_stays_on_the_host_is_seen(tmp_path):
 
 
 def learned_badly(world, kernel, *args):
-    """fakegpu.learned, with Micro.take as it would be without `to_device`."""
-    with mock.patch.object(batch.Micro, "take", lambda micro, x: x[micro.places]):
+    """fakegpu.learned, with MicroBatch.take as it would be without `to_device`."""
+    with mock.patch.object(batch.MicroBatch, "take", lambda micro, x: x[micro.places]):
         return learned(world, kernel, *args)

@@ -103,7 +103,7 @@ def test_what_a_score_pass_leaves_out_is_nan(among):
             seen += micro.rows
             return micro.places.double() + 0.5
 
-        found = batch.score(fakes.World(), budget, "score", forward, given)
+        found = batch.forward(fakes.World(), budget, "score", forward, given)
         wanted = [place + 0.5 if chosen[i] else math.nan
                   for i, own in enumerate(batch.places) for place in own.tolist()]
         assert torch.equal(found.isnan(), torch.tensor(wanted).isnan())

@@ -2,6 +2,7 @@
 extremes, refusals. Each loss, advantage and correction is the paper's: test_update.py."""
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,6 @@ from learning import sample
 from log import Meter, sample_metrics
 from reference_settings import literal
 from rewards import Score
-from settings import changed
 from tools import score as score_tool
 
 F64, nan = torch.float64, math.nan
@@ -318,7 +318,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(line, tmp_path, monk
     flags.chosen.cache_clear()
     words, sentence = line.split(" | ")
     settings = dict(word.split("=") for word in words.split())
-    found, = plan.problems(changed(grpo.Args(), lr=1e-6, **{
+    found, = plan.problems(replace(grpo.Args(), lr=1e-6, **{
         name: literal(value) for name, value in settings.items()}), 1)
     assert sentence in found
 
@@ -336,7 +336,7 @@ def test_a_loss_of_another_shape_ends_the_first_step(metrics):
 def test_an_advantage_of_a_file_says_whether_it_compares(least, trained, tmp_path):
     """One with a fixed baseline needs no group."""
     (tmp_path / "mine.py").write_text(f"{least}\ndef fixed(rewards, group, **_): return rewards")
-    args = changed(grpo.Args(), lr=1e-6, group=1, advantage=f"{tmp_path}/mine.py:fixed")
+    args = replace(grpo.Args(), lr=1e-6, group=1, advantage=f"{tmp_path}/mine.py:fixed")
     assert bool(plan.problems(args, 1)) == bool(least)
     _, metrics = grpo.tokens_in_loss(args, batch_of(tensor(1, 2, 3)))
     assert metrics["batch/trained"] == trained == 3 - metrics["batch/dropped_no_baseline"]

@@ -1,4 +1,4 @@
-"""What bounds memory: plan.py's formulas hold what FSDP's own memory tracker counts, on fake
+"""What bounds memory: memory.py's formulas hold what FSDP's own memory tracker counts, on fake
 tensors of models of up to 7B; and a plan that does not fit is refused with what would work."""
 import random
 import re
@@ -18,23 +18,23 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 import batch
 import fakes
 import families
-import inputs
 import model
+import part
 import plan
-from batch import Micro
+import preflight
+from batch import MicroBatch
 from errors import SettingsError
 from examples import tiny
 from families import ROOT
 from family_cases import make
 from live import Live
-from part import extended
-from plan import GIB, Memory
+from memory import GIB, Memory
 from ranks import results
 from shapes import MODELS, config_of, shape_of
 
 
 def memory_of(args, ranks: int, shape, gpu_gb: float = 80, rows: int | None = None) -> Memory:
-    return extended("memory", Memory, args, shape)(
+    return part.memory(Memory, args, shape)(
         plan.Plan(args, ranks, rows, 0), shape, gpu_gb * GIB)
 
 
@@ -50,12 +50,12 @@ def planned(script, ranks: int, gpu_gb: float, **flags) -> Memory:
 LENGTH = 1024
 
 
-def micro_of(tokens: int) -> Micro:
+def micro_of(tokens: int) -> MicroBatch:
     """A micro-batch of `tokens` whose attention gathers nearly KEYS keys for each token."""
     new = LENGTH // batch.KEYS  # tokens of a completion
     n = (tokens - LENGTH + new) // new
     rows = families.batch_of(([0] * (LENGTH - new), [[0] * (new + 1)] * n))
-    micro = Micro(rows, [*range(n)], torch.device("cpu"))
+    micro = MicroBatch(rows, [*range(n)], torch.device("cpu"))
     assert 0.95 * tokens < micro.size <= tokens
     return micro
 
@@ -98,7 +98,8 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, layers: int, che
     finally:
         td.destroy_process_group()
     found = memory_of(args, ranks, shape_of(name, layers))
-    phase = ("critic " if critic else "") + ("update" if grad else "score")
+    phase = ("critic update" if critic else "update") if grad else (
+        "critic values" if critic else "logprobs")
     theirs = held + sum(found.micro_batch(
         plan.Phase(phase, 1000, micro.size, LENGTH, ranks, batch.KEYS)))
     return ours, theirs + (found.parts["gradients"][1] if grad else 0)
@@ -144,7 +145,7 @@ def test_the_page_has_the_largest_excess_of_the_table():
     found = [x for cells in excesses().values() for x in cells]
     page = " ".join((ROOT / "docs/use/memory_and_machines.md").read_text().split())
     assert len(found) == 18 and f"{min(found):.0f} to {max(found):.0f} % above what FSDP" in page
-    assert max(found) < 100 / 3  # as plan.py says
+    assert max(found) < 100 / 3  # as memory.py says
 
 
 @pytest.mark.slow
@@ -234,7 +235,7 @@ def test_what_is_kept_of_a_weight():
      "a larger --gpu_memory_utilization or --kv_cac"),
     (dict(update_tokens=2**20), ".* GiB free per rank, in training. The largest part is micro-b")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
-    monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr(preflight, "free_bytes", lambda: 6 * GIB)
     args = fakes.args(model=tiny.ensure(str(ROOT / "runs")), **flags)
     with pytest.raises(SettingsError, match=f"^this run does not fit: {said}"):
-        inputs.read_inputs(args, 2, 2)
+        preflight.read_inputs(args, 2, 2)

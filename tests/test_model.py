@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import fakes
 import families
 import grpo
-import inputs
 import model
 import model_files
+import preflight
 from checkpoint import export_model
 from errors import SettingsError
 from families import ROUNDINGS, same
@@ -110,7 +110,7 @@ def test_a_trainer_without_an_engine_is_compared_with_transformers(tmp_path, kin
 
 def refused(folder: Path, words: str) -> None:
     args = fakes.args(model=str(folder))
-    for look in lambda: inputs.read_inputs(args, 1, 1), lambda: inputs.show_plan(args):
+    for look in lambda: preflight.read_inputs(args, 1, 1), lambda: preflight.show_plan(args):
         with pytest.raises(SettingsError, match=words):
             look()
 

@@ -17,7 +17,7 @@ from docs import check_links
 from docs.pictures import draw
 from fakes import SCRIPTS
 from results import environments, pipelines, table
-from settings import groups, values_of
+from settings import sections
 from tracked import ROOT, tracked
 
 FILES = [str(path.relative_to(ROOT)) for path in tracked()]
@@ -28,7 +28,7 @@ TESTS = "".join((ROOT / name).read_text() for name in FILES if "/test_" in name)
 OF_PARTS = [importlib.import_module(name.removesuffix(".py").replace("/", ".")) for name in FILES
             if re.fullmatch(r"parts/\w+/\w+\.py", name)
             and "class Args(" in (ROOT / name).read_text()]
-FLAGS = {name for script in [*SCRIPTS.values(), *OF_PARTS] for name in values_of(script.Args())}
+FLAGS = {name for script in [*SCRIPTS.values(), *OF_PARTS] for name in vars(script.Args())}
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
           "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time",
@@ -91,7 +91,7 @@ def test_flags_and_files_that_a_page_names_are_there(page):
 def test_the_page_lists_what_may_not_change_in_a_resumed_run():
     text = bare(TEXT["docs/reference/metrics_and_files.md"])
     listed = re.search(r"is refused in one sentence:(.*?)Anything\s+else", text, re.S)[1]
-    fixed = identity.FIXED.union(*(group.fixed for group in groups(grpo.Args())))
+    fixed = identity.FIXED.union(*(section.fixed for section in sections(grpo.Args())))
     assert {*re.findall("--(\\w+)", listed)} == fixed & FLAGS
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import fakes
-import inputs
 import plan
+import preflight
 from batch import balance
 from data import Row, Stream
 from errors import SettingsError
@@ -33,7 +33,7 @@ def test_printed_plan():
             "optimizer steps a step", "1,001 prompts, 126 steps an epoch, 1 prompt in the last",
             "64 completions: 2 engines of 2 ranks, 32 requests each",
             "update     22 completions, 5 or 6 a rank, in at most 1 round of 21 x 768 tokens (bu",
-            "score      64 completions, 16 a rank, in at most 1 round of 42 x 768 tokens (budget ",
+            "logprobs   64 completions, 16 a rank, in at most 1 round of 42 x 768 tokens (budget ",
             "evaluation 7 rows x 2 = 14 requests, 7 an engine"):
         assert words in text
     assert "but --data" not in text
@@ -43,7 +43,7 @@ def test_printed_plan():
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_a_plan_of_an_evaluation_trains_nothing(script, capsys):
-    assert inputs.show_plan(fakes.args(script, plan=True, eval_only=True,
+    assert preflight.show_plan(fakes.args(script, plan=True, eval_only=True,
                                        eval_data="tiny@test")) == 0
     text = capsys.readouterr().out.partition("--data ")[0]  # then what is read of the rows
     for words in ("an evaluation of 1,000 rows, and no training", "saved      nothing",
@@ -106,22 +106,23 @@ TINY = dict(max_prompt_tokens=30, max_tokens=30)
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
     args = fakes.args(plan=planning, **flags, **dict(ranks=3) if planning else {})
     with pytest.raises(SettingsError, match=words):
-        inputs.show_plan(args) if planning else inputs.read_inputs(args, 3, 3)
+        preflight.show_plan(args) if planning else preflight.read_inputs(args, 3, 3)
     assert not Path("runs").exists()
 
 
 def test_what_a_run_alone_refuses(place, monkeypatch):
     with pytest.raises(SettingsError, match="^--tp must divide the 3 ranks of a machine"):
-        inputs.read_inputs(fakes.args(tp=2), 6, 3)
+        preflight.read_inputs(fakes.args(tp=2), 6, 3)
     monkeypatch.chdir("file")
     with pytest.raises(SettingsError, match=r"runs/ cannot be written \(File exists"):
-        inputs.read_inputs(fakes.args(), 1, 1)
+        preflight.read_inputs(fakes.args(), 1, 1)
 
 
 def test_held_out_rows_do_not_depend_on_the_seed():
     (data, held), (others, same) = ([[row.prompt for row in rows] for rows in (
         found.rows, found.eval_rows)] for found in (
-            inputs.read_files(fakes.args(seed=seed, eval_data="tiny@test"), 1) for seed in (0, 1)))
+            preflight.read_files(fakes.args(seed=seed, eval_data="tiny@test"), 1)
+            for seed in (0, 1)))
     assert held == same and len(held) > 0 and data != others
 
 
@@ -137,7 +138,7 @@ def draw(rng: random.Random):
         batch=rng.choice([1, 2, 8, 64, rng.randint(3, 24)]), group=rng.choice([2, 3, 4, 8, 8, 16]),
         minibatches=rng.choice([1, 1, 2, 3, 4]), epochs=rng.choice([1, 1, 2]),
         max_prompt_tokens=prompt, max_tokens=completion, update_tokens=rng.choice(budgets),
-        score_tokens=rng.choice(budgets), strict=rng.random() < 0.3,
+        logprob_tokens=rng.choice(budgets), strict=rng.random() < 0.3,
         seed=rng.randrange(5), kl_loss_coef=rng.choice([0.0, 0.1]),
         tp=rng.choice([1, 1, 1, 2, ranks]))
     return args, ranks, rng.choice([None, 1, 2, 7, 10, 33, 64, 65]), rng.choice([0, 1, 5, 7])
@@ -147,7 +148,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
     """One epoch: each completion is trained on --epochs times, in at most as many micro-batches
     and rows of padding as the plan says."""
     made = plan.Plan(args, ranks, n_rows, n_eval)
-    ids = [[1] * rng.randint(1, args.data_args.max_prompt_tokens) for _ in range(n_rows)]
+    ids = [[1] * rng.randint(1, args.max_prompt_tokens) for _ in range(n_rows)]
     stream, seen = Stream([Row(i, "", ids[i], None, {}, "") for i in range(n_rows)], args.seed), []
     while stream.position < n_rows:
         prompts = stream.next(args.batch)
@@ -162,9 +163,9 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
             lanes = balance([batch.sizes[r] for r in part], ranks, args.update_tokens)
             counts = {len(lane) for lane in lanes}
             empty = sum(not micro for lane in lanes for micro in lane)
-            assert len(counts) == 1 and max(counts) <= phases[len(part)].micros
+            assert len(counts) == 1 and max(counts) <= phases[len(part)].rounds
             assert empty <= phases[len(part)].padding, "more padding than the plan says"
-            assert not args.plan_args.strict or not empty, "padding under --strict"
+            assert not args.strict or not empty, "padding under --strict"
             trained.update(part[i] for lane in lanes for micro in lane for i in micro)
         assert trained == dict.fromkeys(range(len(of)), args.epochs)
     assert sorted(seen) == list(range(n_rows)), "a row was dropped, or came twice in an epoch"

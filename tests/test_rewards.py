@@ -11,6 +11,7 @@ from contextlib import closing
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -24,10 +25,10 @@ from data import Row, from_arrow
 from errors import SettingsError
 from examples import reasoning_gym_tasks
 from messages import answer_of
-from rewards import Answer, Item, Pool, scores_of
+from rewards import Item, Pool
 from tables import table
 from verifiers import answers_of
-from worker import Part
+from worker import RewardSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 KK = "(1) Zoey is a knight\n(2) Ben is a knave"
@@ -50,7 +51,7 @@ def score(specs, items, group=1, **options):
     items = [item(x) if isinstance(x, str) else x for x in items]
     with pool(specs, **options) as scorer:
         scorer.wait()
-        return scores_of(scorer, items, group if scorer.groups else 1)
+        return scorer.ask(items, group if scorer.groups else 1)
 
 
 def totals(scores):
@@ -111,15 +112,15 @@ def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
 def test_a_weight_is_any_finite_number_and_a_file_stands_here_or_in_the_project(own, number):
     spec = own(F + "return 1")
     assert rewards.parse([f"exact:{number}", f"{spec}:{number}", "examples/coin.py:coin"]) == [
-        Part("exact", float(number), None), Part("f", float(number), "own.py"),
-        Part("coin", 1, f"{ROOT}/examples/coin.py")]
+        RewardSpec("exact", float(number), None), RewardSpec("f", float(number), "own.py"),
+        RewardSpec("coin", 1, f"{ROOT}/examples/coin.py")]
 
 
 def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):
     """In another folder than the project's."""
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import worker\n"
-            f"from worker import Part\nfor name in 'kk', 'math':\n"
-            f"    worker.load([Part(name, 1, None)])\n"
+            f"from worker import RewardSpec\nfor name in 'kk', 'math':\n"
+            f"    worker.load([RewardSpec(name, 1, None)])\n"
             f"    print({{'torch', 'transformers', 'sympy', 'numpy'}} & set(sys.modules))")
     found = subprocess.check_output([sys.executable, "-c", code], text=True).split("\n")
     assert found[0] == "set()" and "tor" not in found[1] and "transf" not in found[1]
@@ -223,11 +224,11 @@ SUMS = """
 
 
 def test_a_score_is_a_weighted_sum_of_what_applies(own):
-    """None of ours leaves the completion without a score. TRL's None, which is NaN in an Answer, is
+    """None of ours leaves the completion without a score. TRL's None, which is NaN here, is
     "not applicable", as in its nansum over weights."""
-    weighted = [Part("one", 0.5, None), Part("two", 10, None), Part("three", -0.1, None)]
+    weighted = [RewardSpec(*one, None) for one in (("one", 0.5), ("two", 10), ("three", -0.1))]
     for values, *right in table(SUMS):
-        found = Answer(json.loads(values), None).score(weighted)
+        found = Pool.score(SimpleNamespace(parts=weighted), json.loads(values), None)
         assert [found.total, found.error] == [*map(json.loads, right)], values
     trl = own("def f(completions, **columns): return [None]")
     one = score(["exact:2", trl, "short:0.1", "format"], [item(" yes\n", "yes", tokens=2000)])
@@ -418,11 +419,11 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
     spec = own("import threading\n" + F + "if completion == 'stop':\n"
                "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
     with pool([spec], workers=1, timeout=2.0) as scorer:
-        assert totals(scores_of(scorer, [item("stop")])) == [1]
+        assert totals(scorer.ask([item("stop")])) == [1]
         time.sleep(0.5)
         scored = []
         thread = threading.Thread(daemon=True, target=lambda: scored.extend(
-            scores_of(scorer, [item("1" * 30_000_000), item("x")])))
+            scorer.ask([item("1" * 30_000_000), item("x")])))
         thread.start()
         thread.join(20)
         assert totals(scored) == [None, 1]

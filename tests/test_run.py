@@ -466,4 +466,4 @@ def test_a_rate_that_is_not_given_depends_on_the_models_size(size, rates):
     args = SCRIPTS["ppo"].Args()
     for parameters in size, 1:
         args.choose_rates(parameters)
-        assert [args.lr, args.critic_args.critic_lr] == rates
+        assert [args.lr, args.critic_lr] == rates

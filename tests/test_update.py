@@ -167,7 +167,8 @@ def peaks_of_live_bytes(world, folder: str) -> list[float]:
         with Live() as live:
             grpo.learn(args, world, policy, samples, lr=args.lr)
         rows, batch = [*range(len(samples))], Batch(samples)
-        found.append(live.peak / max(m.size for m in batch.micros(world, rows, 2048, "update")))
+        found.append(live.peak / max(m.size for m in batch.micro_batches(
+            world, rows, 2048, "update")))
     return found
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import fakes
-from settings import lists_of, values_of
+import identity
+from settings import RENAMED, lists_of
 
 LISTS = {name for script in fakes.SCRIPTS.values() for name in lists_of(script.Args())}
 VALUES = {"reward": "exact:1 short:0.2 format", "stop": "END -- --x -1 ###",
@@ -23,11 +24,11 @@ def read(tmp_path, monkeypatch):
 
     def parsed(script: str, *words: str) -> dict:
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
-        found = values_of(fakes.SCRIPTS[script].parse(fakes.SCRIPTS[script].Args, ""))
+        found = vars(fakes.SCRIPTS[script].parse(fakes.SCRIPTS[script].Args, ""))
         Path("runs/x").mkdir(parents=True, exist_ok=True)
         Path("runs/x/args.json").write_text(json.dumps(found | {"script": f"{script}.py"}))
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "--name", "x"])
-        again = values_of(fakes.SCRIPTS[script].parse(fakes.SCRIPTS[script].Args, ""))
+        again = vars(fakes.SCRIPTS[script].parse(fakes.SCRIPTS[script].Args, ""))
         assert again | {"name": None} == found | {"name": None}
         return found
     return parsed
@@ -51,6 +52,20 @@ def test_a_list_that_is_given_in_several_places_is_one_list(read, script):
     # A pair is no list; of what is given twice the last counts, as ./run.sh gives its own first.
     found = read(script, *"--lr 1 --betas 0.1 0.2 --lr 2 --betas 0.3 0.4".split())
     assert (found["lr"], found["betas"]) == (2, (0.3, 0.4))
+
+
+def test_a_run_of_an_earlier_release_keeps_the_flags_that_have_other_names_now(read):
+    """Its args.json has the old ones, and so has the state of its checkpoints."""
+    was = read("ppo", "--logprob_tokens", "4096", "--critic_value_tokens", "8192")
+    path = Path("runs/x/args.json")
+    old = {now: before for before, now in RENAMED.items()}
+    kept = {old.get(name, name): value for name, value in json.loads(path.read_text()).items()}
+    assert not kept.keys() & RENAMED.values()
+    path.write_text(json.dumps(kept))
+    again = vars(fakes.SCRIPTS["ppo"].parse(fakes.SCRIPTS["ppo"].Args, ""))
+    assert again | {"name": None} == was | {"name": None}
+    entries = {name: identity.Entry(was[name], flag=True) for name in RENAMED.values()}
+    assert identity.compare({name: kept[name] for name in RENAMED}, entries, path, 3) == []
 
 
 @pytest.mark.parametrize("wait, warm", [(0, 3), (2, 3), (4, 0), (3, 1)])

@@ -65,7 +65,7 @@ def all_steps(setting: Setting, args, policy, critic, learn) -> dict:
     """
     found, kl_coef = [], getattr(args, "kl_reward_coef", 0.0)
     for step in range(setting.steps):
-        waits = setting.script == "ppo" and step < args.critic_args.critic_warmup_steps
+        waits = setting.script == "ppo" and step < args.critic_warmup_steps
         found.append(learn(setting.samples(step), 0.0 if waits else args.lr, kl_coef))
     models = [one for one in (policy, critic) if one is not None]
     return {"metrics": found, "gradients": [[flat(g) for g in one.gradients] for one in models],
@@ -143,16 +143,16 @@ class Shipped:
             models, options = policy, {"reference": before}
             if critic is not None:
                 models = policy, critic
-                options |= {"critic_lr": args.critic_args.critic_lr, "kl_coef": kl_coef}
+                options |= {"critic_lr": args.critic_lr, "kl_coef": kl_coef}
             return script.learn(args, self.world, models, samples, lr=lr,
                                 **setting.options(**options))
 
-        def micros(batch, world, rows, budget, phase, real=Batch.micros):
+        def micro_batches(batch, world, rows, budget, phase, real=Batch.micro_batches):
             made = real(batch, world, rows, budget, phase)
             calls.append((phase, budget, [(tuple(m.rows), m.size) for m in made]))
             return made
 
-        with patch.object(Batch, "micros", micros):
+        with patch.object(Batch, "micro_batches", micro_batches):
             return all_steps(setting, args, policy, critic, learn) | {"micros": calls}
 
 

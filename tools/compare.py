@@ -35,8 +35,8 @@ MEASURED = {"reward": ["data", "temperature", "max_prompt_tokens", *SAMPLED],
 # They act on no number that is compared, or are compared otherwise.
 OTHERS = set("""name seed began changes ranks resume save_every keep samples_every wandb logger
     report plan metrics timeout export target_reward target_eval eval_every
-    row_digests reward_workers command update_tokens score_tokens critic_update_tokens
-    critic_score_tokens gpu_memory_utilization kv_cache_gb max_num_seqs offload
+    row_digests reward_workers command update_tokens logprob_tokens critic_update_tokens
+    critic_value_tokens gpu_memory_utilization kv_cache_gb max_num_seqs offload
     cpu_offload shard_size versions""".split())
 NOTHING = "These runs do not tell"
 

@@ -9,6 +9,7 @@ merged.
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -17,11 +18,10 @@ import checkpoint
 import dist
 import flags
 import identity
-import inputs
 import model
+import preflight
 from chat_template import eos_ids
 from errors import SettingsError, tell
-from settings import changed, values_of
 
 
 def find(run: Path, step: int | None) -> Path:
@@ -38,8 +38,8 @@ def find(run: Path, step: int | None) -> Path:
 def load(settings: dict, source: str, path: Path, world: dist.World) -> model.Policy:
     """The policy of a checkpoint, in the run's precision."""
     args = flags.CommonArgs()
-    given = {name: value for name, value in settings.items() if name in values_of(args)}
-    args = changed(args, **given | {"dtype": settings["precision"].removeprefix("torch."),
+    given = {name: value for name, value in settings.items() if name in vars(args)}
+    args = replace(args, **given | {"dtype": settings["precision"].removeprefix("torch."),
                                     "offload": (), "cpu_offload": False, "shard_size": 0})
     kinds = model.kinds(args, model.config_of(source))
     module = model.build(kinds.logprob_model, source, world, args)
@@ -60,11 +60,11 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
         raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
     settings = checkpoint.whole(path, world := dist.join())["settings"]
     name = settings["model"]
-    source = inputs.find_model(name)
+    source = preflight.find_model(name)
     files = identity.digest_of_files(source)
     if files != settings.get("model_files", files):  # an older checkpoint has none
         raise SettingsError(f"--model {name} has other weights than when the run began.")
-    ends, vocab = eos_ids(source, inputs.load_tokenizer(name, source)), model.config_of(
+    ends, vocab = eos_ids(source, preflight.load_tokenizer(name, source)), model.config_of(
         source).get_text_config().vocab_size
     checkpoint.export_model(load(settings, source, path, world), source, to,
                             [i for i in ends if 0 <= i < vocab])

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import model
-from model_files import family_of
+from model_files import architecture_of
 
 
 class Float64(TorchFunctionMode):
@@ -56,10 +56,10 @@ def build(kind, folder: str, world, args, **options):
 
     def skeleton(*given):
         lm = shipped(*given)
-        for part in family_of(lm.config).stacks(lm):
+        for part in architecture_of(lm.config).stacks(lm):
             widen(part)
         return lm
 
-    wide = args.model_args.dtype == "float64"
+    wide = args.dtype == "float64"
     with patch.object(model, "skeleton", skeleton if wide else shipped):
         return model.build(kind, folder, world, args, **options)

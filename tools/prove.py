@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,12 +31,11 @@ import dist
 import losses
 import model
 import plan
-from batch import Batch, Completion, Micro, Sample
+from batch import Batch, Completion, MicroBatch, Sample
 from errors import SettingsError, command
 from flags import parse
 from model_files import config_of
 from rewards import Score
-from settings import changed
 from tools import float64, uphill
 
 LIMIT = 1e-12  # as README.md promises
@@ -125,12 +124,12 @@ def shrunk(args):
                  dtype="float64", shard_size=0, offload=(), cpu_offload=False, max_grad_norm=0.0)
     print("tried: one call of `learn`, with several updates, so that ratios are not 1. Not tried: "
           "`train`, the loop around it. Changed for it, the rest is yours:", sizes)
-    return budget(changed(args, **sizes), 1 << 20)
+    return budget(replace(args, **sizes), 1 << 20)
 
 
 def budget(args, tokens: int):
     """With this token budget of each pass."""
-    return changed(args, **dict.fromkeys(plan.budgets(args), tokens))
+    return replace(args, **dict.fromkeys(plan.budgets(args), tokens))
 
 
 def trials(args, binary: bool) -> dict[str, Trial]:
@@ -140,7 +139,7 @@ def trials(args, binary: bool) -> dict[str, Trial]:
     others = first + later[rest]
     if args.needs_reward:
         others += fabricate(args, 2, scored=False)
-    one = changed(args, minibatches=1, epochs=args.minibatches * args.epochs)
+    one = replace(args, minibatches=1, epochs=args.minibatches * args.epochs)
     of_group = dict(alone=range(args.group), whitens=False)
     return {
         "base": Trial(args, [rows]),
@@ -165,7 +164,7 @@ def build(args, world, folder: str) -> dict:
     kinds, made = model.kinds(args, config_of(folder)), {}
     made["policy"] = kinds.policy(float64.build(kinds.logprob_model, folder, world, args), world,
                                   args)
-    if args.critic_args is not None:
+    if args.needs_critic:
         made["critic"] = kinds.critic(float64.build(kinds.value_model, folder, world, args), world,
                                       args)
 
@@ -198,10 +197,10 @@ def plain_hidden(self, inputs, source):
 
 def set_conditions(trial: Trial, made: dict) -> None:
     """Changes this process for the trial."""
-    def micros(self, world, rows, budget, phase):
-        if phase.startswith("update"):  # else a score pass, which has no gradient
+    def micro_batches(self, world, rows, budget, phase):
+        if phase.startswith("update"):  # else a forward pass, which has no gradient
             rows = [row for row in rows if row in trial.alone]
-        return [Micro(self, part, world.device) for part in ([[row] for row in rows] or [[]])]
+        return [MicroBatch(self, part, world.device) for part in ([[row] for row in rows] or [[]])]
 
     summed = Batch.sum_tokens
 
@@ -209,7 +208,7 @@ def set_conditions(trial: Trial, made: dict) -> None:
         return summed(self, x) + TINY
 
     if trial.alone is not None:
-        Batch.micros = micros
+        Batch.micro_batches = micro_batches
         model.Model.hidden = plain_hidden
         for one in made.values():
             one.module.lm.set_attn_implementation("sdpa")
@@ -233,9 +232,9 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
     made = build(args, world, folder)
     set_conditions(trial, made)
     learner, options = made["policy"], {}
-    if args.critic_args is not None:
+    if args.needs_critic:
         learner = made["policy"], made["critic"]
-        options = {"critic_lr": args.critic_args.critic_lr, "kl_coef": args.kl_reward_coef}
+        options = {"critic_lr": args.critic_lr, "kl_coef": args.kl_reward_coef}
     if args.needs_reference:
         options["reference"] = made.pop("reference")
     if trial.resumes:

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import log
 import losses
+import part
 import rewards
 from errors import SettingsError, command
 from flags import CommonArgs
-from part import extended
 from tools.samples import read
 from worker import Item
 
@@ -45,7 +45,7 @@ def groups_of(rows: list[dict]) -> list[list[int]]:
 def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
     """Of each completion. SettingsError if a reward cannot load, or needs what is not kept."""
     args = CommonArgs(reward=tuple(specs))
-    kind = extended("pool", rewards.Pool, args, rewards.check(specs, args).waits)
+    kind = part.pool(rewards.Pool, args, rewards.check(specs, args).waits)
     with contextlib.closing(kind(specs, args)) as pool:
         pool.wait()
         for name, column, _ in pool.needs:
@@ -55,7 +55,7 @@ def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
         sizes = {len(group) for group in groups_of(rows)}
         if pool.groups and len(sizes) > 1:
             raise SettingsError("a reward of whole groups needs groups of one size.")
-        return rewards.scores_of(pool, [*map(item_of, rows)], sizes.pop() if pool.groups else 1)
+        return pool.ask([*map(item_of, rows)], sizes.pop() if pool.groups else 1)
 
 
 def do_differ(rewards: list[float]) -> bool:

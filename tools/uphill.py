@@ -20,6 +20,7 @@ prompts a reply of 1 or 3 tokens, which nobody sampled, stands between the two.
 import itertools
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,9 +32,8 @@ import grpo
 import losses
 import model
 import ppo
-from batch import Batch, Completion, Micro, Sample
+from batch import Batch, Completion, MicroBatch, Sample
 from rewards import Score, parse
-from settings import changed, values_of
 
 CPU = torch.device("cpu")
 TOKENS, END, IDS, POSITIONS = 3, 2, 8, 8  # tokens that are sampled, one of them ends; table's sizes
@@ -121,27 +121,27 @@ def every_group(args, pay: str, longest: int, gap: float = 0.0) -> list[Sample]:
 def shrunk(args, terms: bool, group: int = 2):
     """The settings of such a rollout, in three updates of all of it. terms=False: nothing acts
     beside the reward. group: the largest that is tried."""
-    off = {name: 0.0 for name in TERMS if not terms and name in values_of(args)}
+    off = {name: 0.0 for name in TERMS if not terms and name in vars(args)}
     heat = 0.7 if args.temperature == 1 else args.temperature  # at 1 its lack would not show
-    return changed(args, group=min(args.group, group), minibatches=1, epochs=3, temperature=heat,
+    return replace(args, group=min(args.group, group), minibatches=1, epochs=3, temperature=heat,
                    max_tokens=6, lr=0.03, overlong_buffer=min(args.overlong_buffer, 3), **off)
 
 
 def plain_flags(args) -> set[str]:
     """The flags of the shipped script that a file is like: grpo.py, or with a critic ppo.py."""
-    return {*values_of((grpo.Args if args.critic_args is None else ppo.Args)(lr=1.0))}
+    return {*vars((grpo.Args if not args.needs_critic else ppo.Args)(lr=1.0))}
 
 
 def own_flags(args) -> list[str]:
     """The flags of a copy that its original lacks: what they state is not known here."""
-    return sorted(values_of(args).keys() - plain_flags(args))
+    return sorted(vars(args).keys() - plain_flags(args))
 
 
 def why_not(args) -> str:
     """Why the step of a script cannot be judged. "": it can."""
     if not args.needs_reward:
         return "it has no rewards"
-    lacks = sorted(plain_flags(args) - values_of(args).keys())
+    lacks = sorted(plain_flags(args) - vars(args).keys())
     return f"it lacks --{', --'.join(lacks)}" if lacks else ""
 
 
@@ -185,7 +185,7 @@ class Stated:
                 self.batch.all_tokens, args.max_tokens, args.overlong_buffer)
         batch, cut = self.batch, self.batch.truncated & getattr(args, "overlong_filter", False)
         self.loss_tokens = batch.tokens * ~cut  # (N,)
-        self.micro = Micro(batch, [*range(len(samples))], CPU)
+        self.micro = MicroBatch(batch, [*range(len(samples))], CPU)
         ids, places = (self.micro.inputs[name][0, self.micro.source]
                        for name in ("input_ids", "position_ids"))
         self.state = ids * POSITIONS + places  # (M,)
@@ -194,7 +194,7 @@ class Stated:
             prompts=torch.arange(len(samples)) // args.group))  # (M,)
         self.old = self.logp(tables["policy"])
         self.ref = self.logp(tables["reference"]) if args.needs_reference else None
-        if args.critic_args is None:
+        if not args.needs_critic:
             self.A = advantages_of(args, batch, self.paid, self.loss_tokens, self.old, self.ref)
         else:
             each = losses.token_rewards(self.paid, self.old, self.ref, batch.tokens,
@@ -227,7 +227,7 @@ class Stated:
         args, micro, table = self.args, self.micro, table.clone().requires_grad_()
         logp = self.logp(table)
         chosen = losses.clip_loss  # ppo.py has no other
-        if args.critic_args is None:
+        if not args.needs_critic:
             chosen = flags.chosen("loss", args.loss).function
         loss, _ = chosen(logp, self.old, self.A, micro.row, n_rows=len(micro.rows),
                          engine_logprobs=self.batch.engine_logprobs, draws=micro.draws,
@@ -292,7 +292,7 @@ def tables_of(args, off: float = 0.0) -> dict[str, torch.Tensor]:
     """The first tables of the policy, of a reference model, and of how far a critic is off."""
     generator = torch.Generator().manual_seed(0)
     found = {"policy": logits_of(args.temperature)}
-    if args.critic_args is not None:
+    if args.needs_critic:
         found["critic"] = off * torch.randn(
             IDS, POSITIONS, generator=generator, dtype=torch.float64)
     if args.needs_reference:
@@ -311,7 +311,7 @@ def learned(args, file, world, samples: list[Sample], tables: dict) -> dict[str,
             lambda *_, p=one.module.table, kept=seen[name]: kept.append(
                 (p.detach().clone(), p.grad.clone())))
     learner, options = made["policy"], {}
-    if args.critic_args is not None:
+    if args.needs_critic:
         learner = made["policy"], made["critic"]
         options = {"critic_lr": args.lr, "kl_coef": args.kl_reward_coef}
     if args.needs_reference:
@@ -333,7 +333,7 @@ def outcomes(args, file, world, binary: bool) -> tuple[dict, dict]:
         sizes = 5, 1  # it needs larger groups: shorter completions then
     pairs = [trial("reward", args, file, world, pay, *sizes),
              trial("all terms", args, file, world, pay, *sizes)]
-    if any(values_of(args).get(name) for name in TERMS):
+    if any(vars(args).get(name) for name in TERMS):
         pairs.append(trial("other terms", args, file, world, "equal", *sizes))
     return tuple({what: x for pair in pairs for what, x in pair[side].items()} for side in (0, 1))
 

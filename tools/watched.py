@@ -24,7 +24,7 @@ import dist
 import rollout
 import run
 from flags import parse
-from plan import GIB
+from memory import GIB
 
 kernels = set()  # of the trainer's attention, by their names in batch.py
 

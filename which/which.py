@@ -899,7 +899,7 @@ def default_table() -> str:
             ["ART", art.default("learning_rate"), art_norm, art.default("kl_penalty_coef")]]
     import grpo
     args = grpo.Args()
-    rows.append(["here", args.usual_lr, args.optimizer_args.max_grad_norm, args.kl_loss_coef])
+    rows.append(["here", args.usual_lr, args.max_grad_norm, args.kl_loss_coef])
     return table("| system | learning rate | gradient norm | KL coefficient |", grouped([
         [name, *(x if x == "" else f"{x:g}" for x in values)] for name, *values in rows]))
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def step() -> str:
     left, middle, right, top, low = 32, 292, 552, 104, 254
     out = [text(20, 26, "One step, and the files that make it", 15, weight="bold"),
            text(20, 54, "once, before the first step:", 13, GREY),
-           text(200, 54, "flags.py, inputs.py, plan.py, parts/guards", 14, mono=True),
+           text(200, 54, "flags.py, preflight.py, plan.py, parts/guards", 14, mono=True),
            f'<rect x="14" y="72" width="732" height="296" rx="10" fill="none" stroke="{LINE}" '
            'stroke-dasharray="6 4"/>']
     for x, y, names, words in (
@@ -268,10 +269,10 @@ def memory_table() -> str:
     import grpo
     import plan
     from bench.gpu import skeleton
+    from memory import GIB, Memory
     from model_files import shape_from
-    from plan import GIB, Memory
-    from settings import changed
-    args = changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
+
+    args = replace(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                              max_tokens=4096), checkpointing=True)
     found = Memory(plan.Plan(args, 4, None, 0), shape_from(skeleton("7b")), 80 * GIB)
     color = {"set aside": LINE, "weights": "#0969da", "gradients": "#cf222e",

@@ -20,7 +20,7 @@ import numpy as np
 from batch import Completion, Sample
 from data import Prompt
 from rollout import Engine, Request, hash_seed
-from settings import Count, Flags, Range, values_of
+from settings import Count, Flags, Range
 
 
 @dataclass
@@ -35,7 +35,7 @@ class CarryArgs(Flags):
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
-        flags = values_of(plan.args)
+        flags = vars(plan.args)
         if self.carry and "engine_correction" not in flags:
             yield f"--carry is for completions to learn from, which {plan.args.script} has not."
         elif self.carry and flags["engine_correction"] == "none":
@@ -86,7 +86,7 @@ class Carry:
     whose data has these rows."""
 
     def __init__(self, args, stream):
-        self.args, self.flags, self.stream = args, args.parts.carry, stream
+        self.args, self.stream = args, stream
         self.flight: list[Group] = []
         # Of a step: its number, the groups that it took, the new tokens of each round.
         self.step, self.taken, self.rounds = -1, [], []
@@ -96,7 +96,7 @@ class Carry:
         sets engine.metrics. A collective."""
         if self.step != engine.world.step:  # --dynamic_sampling comes here again in a step
             self.step, self.taken, self.rounds = engine.world.step, [], []
-        most = self.args.batch * (1 + self.flags.carry)
+        most = self.args.batch * (1 + self.args.carry)
         self.start(prompts)
         while len(self.flight) < most:  # an epoch may end in between
             self.start(self.stream.next(most - len(self.flight)))
@@ -130,7 +130,7 @@ class Carry:
             # The seed of what is behind the first tokens: a seed used twice draws the same again.
             begun = [len(c.ids)] if len(c.ids) else []
             seed = hash_seed(self.args.seed, "train", prompt.position, i, *begun)
-            room = min(self.flags.carry_tokens, self.args.max_tokens - len(c.ids))
+            room = min(self.args.carry_tokens, self.args.max_tokens - len(c.ids))
             requests.append(Request(prompt.row.prompt_ids + c.ids.tolist(), seed, room))
         engine.world.same_phase("rollout", len(requests))
         with engine.log.time("rollout"):

@@ -20,16 +20,16 @@ METRICS = {
 
 def sizes(plan):
     """Batches go on over the end of an epoch, and more prompts are in flight."""
-    carry = plan.args.parts.carry.carry
+    carry = plan.args.carry
     if carry:
         plan.batches = [plan.args.batch]
         plan.in_flight = plan.args.batch * (1 + carry)
 
 
 def engine(kind, args, config, dtype):
-    return CarryingEngine if args.parts.carry.carry else None
+    return CarryingEngine if args.carry else None
 
 
 def begin(run):
-    if run.args.parts.carry.carry and run.engine:
+    if run.args.carry and run.engine:
         run.engine.carry = run.stateful["carry"] = Carry(run.args, run.stream)

@@ -18,11 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the core, for `torchrun parts/distill/…`
 import dist
 import losses
-from batch import Batch, Micro, Sample
+from batch import Batch, MicroBatch, Sample
 from data import Row
 from dist import World
 from flags import ClipArgs, CommonArgs, parse
-from inputs import show_plan
 from log import Meter, sample_metrics
 from model import Policy, learning_rate
 from parts.distill.divergence import beside
@@ -32,6 +31,7 @@ from parts.distill.teacher import (
     behind_teacher_prompts,
     find_teacher,
 )
+from preflight import show_plan
 from rewards import score_samples
 from run import set_up
 from settings import not_default
@@ -71,7 +71,7 @@ class Args(ClipArgs, CommonArgs):
         rows = super().load_rows(flag, seed, inputs, **options)
         if flag == "data" and self.teacher_prompt:
             rows = add_teacher_prompts(
-                rows, inputs.tokenizer, self.data_args, self.teacher_prompt)
+                rows, inputs.tokenizer, self, self.teacher_prompt)
         return rows
 
     def rules(self, plan):
@@ -81,7 +81,7 @@ class Args(ClipArgs, CommonArgs):
         if self.eval_data and not self.reward:
             yield ("--eval_data needs --reward: a completion passes by its first reward. Would "
                    "work: --reward exact.")
-        if self.run_args.target_reward and not self.reward:
+        if self.target_reward and not self.reward:
             yield "--target_reward needs --reward."
         if self.reward_coef and not self.reward:
             yield "--reward_coef needs --reward."
@@ -108,7 +108,7 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # Without --reward only the texts are filled in.
                 score_samples(run.scorer, run.world, run.log, samples, args.group)
-            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
+            lr = learning_rate(step, args.steps, args.lr, args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
                 phase=run.log.time) | {"data/position": run.stream.position}
@@ -125,10 +125,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     """One step of learning from N samples → metrics, the same on every rank."""
     batch, exact = Batch(samples), args.divergence != "none"
     seen = behind_teacher_prompts(batch)
-    with phase("score"):  # (M,) each, of the same tokens
-        old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
+    with phase("logprobs"):  # (M,) each, of the same tokens
+        old_logprobs = batch.forward(world, args.logprob_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0])
-        teacher_logprobs = seen.score(world, args.score_tokens, "teacher",
+        teacher_logprobs = seen.forward(world, args.logprob_tokens, "teacher",
                                       lambda m: reference.logprobs(m, args.temperature)[0])
     advantages = compute_advantages(args, batch, old_logprobs, teacher_logprobs)  # (M,)
     batch.note_advantages(advantages, batch.tokens)  # for samples/
@@ -142,8 +142,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             batch.tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=torch.tensor(rows) // args.group)
         with phase("update"):
-            for theirs in seen.micros(world, rows, args.update_tokens, "update"):
-                micro = Micro(batch, theirs.rows, theirs.device)  # same tokens
+            for theirs in seen.micro_batches(world, rows, args.update_tokens, "update"):
+                micro = MicroBatch(batch, theirs.rows, theirs.device)  # same tokens
                 formula = args.formula(reference, theirs)
                 logp, _, *divergence = policy.logprobs(
                     micro, args.temperature, formula=formula)  # (n,) each
@@ -186,7 +186,7 @@ def compute_advantages(args: Args, batch: Batch, old_logprobs, teacher_logprobs)
 def main() -> None:
     """The command line."""
     args = parse(Args, __doc__)
-    dist.run(show_plan if args.plan_args.plan else train, args)
+    dist.run(show_plan if args.plan else train, args)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from batch import Batch
 from chat_template import marks_of
 from data import DataArgs, Row, make_row
 from errors import SettingsError
-from inputs import Inputs, open_model
+from memory import UPDATE_HEAD, Memory
 from model_files import shape_from
-from plan import UPDATE_HEAD, Memory, Phase
+from plan import Phase
+from preflight import Inputs, open_model
 
 HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_HEAD
 
@@ -31,7 +32,7 @@ def find_teacher(args, inputs: Inputs, weights: bool = True) -> None:
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: {sizes}. "
                             "Would work: --divergence none.")
     room = lm.config.get_text_config().to_dict().get("max_position_embeddings")
-    prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
+    prompt, longest = args.max_prompt_tokens, args.max_tokens
     if room and prompt + longest > room:
         works = f"--max_tokens {room - prompt}" if prompt < room else (
             f"--max_prompt_tokens {room // 2} --max_tokens {room - room // 2}")

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from architecture import Architecture, Shape
 from batch import Completion, to_device
-from family import Family, Shape
+from memory import Memory
 from model import Policy
-from plan import Memory
 from rollout import Engine
-from settings import Flags, not_default, values_of
+from settings import Flags, not_default
 
 # What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -49,7 +49,7 @@ class ExpertArgs(Flags):
             yield from (f"--{name} needs a model with experts." for name in not_default(self))
         if self.replay_routing and not plan.args.needs_engine:
             yield f"--replay_routing needs an engine, and {plan.args.script} starts none."
-        flags = values_of(plan.args)
+        flags = vars(plan.args)
         if self.replay_routing and flags.get("teacher_prompt"):
             yield "--replay_routing has no experts for the prompts of --teacher_prompt."
         if self.freeze_router and flags.get("lora_rank"):
@@ -83,16 +83,16 @@ class MixtureMemory(Memory):
 
 # ---- a model ----
 
-class Mixture(Family):
+class Mixture(Architecture):
     """A mixture of experts."""
 
     def skeleton(self, dtype, **options):
-        """See Family. The best kernel has no float64."""
+        """See Architecture. The best kernel has no float64."""
         return super().skeleton(dtype, experts_implementation=(
             "eager" if dtype == torch.float64 else None), **options)
 
     def shape(self, lm) -> Shape:
-        """See Family."""
+        """See Architecture."""
         block = blocks(lm)[0]
         experts, hidden, inner = block.experts.down_proj.shape
         used = block.gate.top_k
@@ -100,7 +100,7 @@ class Mixture(Family):
                             used=used, idle=(experts - used) * 3 * inner * hidden)
 
     def pieces(self, name: str, tensor, first: int = 0):
-        """See Family. Each expert alone, and whole: a rank has some of them."""
+        """See Architecture. Each expert alone, and whole: a rank has some of them."""
         layer, mlp, own = name.partition(".mlp.")
         block, gate, up, down = NAMES[self.config.model_type]
         if not mlp:
@@ -130,14 +130,13 @@ class RoutedPolicy(Policy):
     """
 
     def __init__(self, module, world, args):
-        flags = args.parts.experts
-        self.replays, self.batch, self.counts = flags.replay_routing, None, None
+        self.replays, self.batch, self.counts = args.replay_routing, None, None
         self.source = None  # (n,): the places of this forward that count. None: it does not count
         self.routes = None  # (S, layers, k). None: the routers choose
         self.routers = [block.gate for block in blocks(module.lm)]
         for layer, router in enumerate(self.routers):
             router.register_forward_hook(partial(self.behind, layer))
-            if flags.freeze_router:
+            if args.freeze_router:
                 router.requires_grad_(False)
         super().__init__(module, world, args)
 
@@ -188,7 +187,7 @@ class MixtureEngine(Engine):
     """The engine of a mixture of experts. With --replay_routing it says which ones it used."""
 
     def __init__(self, args, *given):
-        self.replays = args.parts.experts.replay_routing
+        self.replays = args.replay_routing
         super().__init__(args, *given)
 
     def options(self, max_len):

@@ -5,7 +5,6 @@ from errors import SettingsError
 from model import Policy
 from parts.experts import experts
 from parts.experts.experts import ExpertArgs as Flags  # noqa: F401
-from settings import values_of
 
 METRICS = {
     "router/largest_mean": "the largest share of an expert in a layer, mean over the layers",
@@ -13,23 +12,23 @@ METRICS = {
     "router/entropy_mean": "entropy of the shares / log E, mean over the layers; 1 is even",
     "router/entropy_worst": "the smallest such entropy of a layer"}
 
-FAMILIES = dict.fromkeys(experts.NAMES, experts.Mixture)
+ARCHITECTURES = dict.fromkeys(experts.NAMES, experts.Mixture)
 
 
 def policy(kind, args, config, trained):
-    return experts.RoutedPolicy if kind is Policy and config.model_type in FAMILIES else None
+    return experts.RoutedPolicy if kind is Policy and config.model_type in ARCHITECTURES else None
 
 
 def engine(kind, args, config, dtype):
-    return experts.MixtureEngine if config.model_type in FAMILIES else None
+    return experts.MixtureEngine if config.model_type in ARCHITECTURES else None
 
 
 def check(args, inputs):
     """SettingsError: vLLM needs a GPU for this."""
-    if torch.cuda.is_available() or args.plan_args.plan or (
-            inputs.lm.config.model_type not in FAMILIES):
+    if torch.cuda.is_available() or args.plan or (
+            inputs.lm.config.model_type not in ARCHITECTURES):
         return
-    flags = values_of(args)
+    flags = vars(args)
     if flags["replay_routing"]:
         raise SettingsError(
             "--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")

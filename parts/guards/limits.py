@@ -10,7 +10,7 @@ def model_limits(args, config, rows: list[Row]) -> list[str]:
     """Returns a sentence for each thing that the model or its engine cannot take: sequences longer
     than its positions, and rows with ids outside its vocabulary."""
     found, text = [], config.get_text_config()
-    prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
+    prompt, longest = args.max_prompt_tokens, args.max_tokens
     room = text.to_dict().get("max_position_embeddings")
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from batch import Batch, Completion, Micro, Sample
+from batch import Batch, Completion, MicroBatch, Sample
 from data import Prompt, Row
 from errors import SettingsError
 from rewards import Score
@@ -65,7 +65,7 @@ def judge(run, gaps: dict[str, float], rounding: float):
     1e-3. In bfloat16 without --max_gap it is measured: gaps of right programs are about the
     `rounding` (bench/RESULTS.md), so twice that is allowed.
     """
-    given = run.args.parts.guards.max_gap
+    given = run.args.max_gap
     limit = given or 1e-3
     what = f"--max_gap {limit:g}"
     if run.dtype == torch.bfloat16 and not given:
@@ -121,7 +121,7 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
     found = []
     for sample in samples:
         copies = [sample] if sample is samples[-1] else [sample, sample]
-        micro = Micro(Batch(copies), [*range(len(copies))], run.world.device)
+        micro = MicroBatch(Batch(copies), [*range(len(copies))], run.world.device)
         with torch.no_grad():
             logprobs, _ = policy.logprobs(micro, run.args.temperature)
         found.append(logprobs[micro.row == len(copies) - 1].cpu().double())
@@ -153,10 +153,10 @@ def off_by_a_rounding(embedding, inputs, x):
 def plain_logprobs(policy, sample: Sample, heat: float, device):
     """Returns the log-probs (n,) of one sample's tokens by transformers' own forward. heat: the
     sampling temperature. All ranks must call it (a collective)."""
-    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # a row alone
-    register_fsdp_forward_method(module, "plain_logits")
+    module, micro = policy.module, MicroBatch(Batch([sample]), [0], device)  # a row alone
+    register_fsdp_forward_method(module, "hf_logits")
     with torch.no_grad():
-        logits = module.plain_logits(policy.inputs(micro), micro.source)
+        logits = module.hf_logits(policy.inputs(micro), micro.source)
     module.reshard()
     logprobs = (logits.cpu().double() / heat).log_softmax(-1)  # (n, V)
     return logprobs.gather(-1, micro.targets.cpu().unsqueeze(-1)).squeeze(-1)

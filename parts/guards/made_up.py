@@ -4,10 +4,10 @@ A reward with a wrong result otherwise fails after the first rollout, or trains 
 https://github.com/huggingface/trl/issues/6533
 """
 from contextlib import closing
+from dataclasses import replace
 
 from errors import SettingsError
 from rewards import Pool
-from settings import changed
 from worker import Item
 
 
@@ -26,10 +26,10 @@ def try_once(args, rows: list, pool: Pool, warnings: dict) -> None:
     row, text = rows[0], "a made-up completion"
     item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [],
                 [{"role": "assistant", "content": text}])
-    with closing(Pool(list(args.reward), changed(args, reward_workers=1))) as pool:
+    with closing(Pool(list(args.reward), replace(args, reward_workers=1))) as pool:
         pool.wait()
         size = args.group if pool.groups else 1
-        error = pool.ask([item] * size, size)[0].score(pool.parts).error
+        error = pool.ask([item] * size, size)[0].error
     if not error:
         return
     lines = error.strip().splitlines()

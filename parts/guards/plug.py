@@ -15,7 +15,7 @@ def check(args, inputs):
     tokenizer.check_tokenizer(inputs.tokenizer, inputs.source, first)
     inputs.notes += [f"--{flag} has {rows.what_is_read(found)}" for flag, found in (
         ("data", trained), ("eval_data", held_out)) if found]
-    samples = args.needs_rollouts and not args.eval_args.eval_only  # to train on them
+    samples = args.needs_rollouts and not args.eval_only  # to train on them
     rows.what_is_shared(trained if samples else [], held_out, warnings)
     scored = trained + held_out if samples else held_out
     check_rows(inputs.scorer.needs, scored, warnings)

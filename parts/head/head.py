@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from memory import Memory
 from model import Model
-from plan import Memory
 from rollout import Engine
 from settings import Flags
 

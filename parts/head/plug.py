@@ -6,7 +6,7 @@ from parts.head.head import HeadArgs as Flags  # noqa: F401
 
 def is_on(args) -> bool:
     """Whether the head computes in float32."""
-    return args.parts.head.head_dtype == "float32"
+    return args.head_dtype == "float32"
 
 
 def model(kind, args, config, trained):

@@ -3,17 +3,17 @@
 `of_run` has all of them.
 """
 import re
+from dataclasses import replace
 
 import data
 from chat_template import KEYS
-from settings import changed, values_of
 from worker import find_file
 
 FIRST = 200  # rows whose columns are looked at
 
 
 def of_run(args, inputs):
-    """Yields the sentences for a run. inputs: inputs.Inputs."""
+    """Yields the sentences for a run. inputs: preflight.Inputs."""
     yield from high_rate(args, inputs.shape.params)
     yield from late_counts(args)
     yield from what_is_unread(args, inputs.rows + inputs.eval_rows, inputs.scorer.reads)
@@ -24,7 +24,7 @@ def of_run(args, inputs):
 
 def high_rate(args, parameters: int):
     """Yields a sentence if --lr is far above the usual rate. parameters: of the model."""
-    usual = changed(args, lr=None)
+    usual = replace(args, lr=None)
     usual.choose_rates(parameters)
     if args.lr and args.lr >= 100 * usual.lr:
         yield (f"--lr {args.lr:g} is {args.lr / usual.lr:,.0f} times the usual rate for a model "
@@ -33,17 +33,17 @@ def high_rate(args, parameters: int):
 
 def late_counts(args):
     """Yields a sentence for each count of steps that a run of so few steps does not reach."""
-    if args.eval_args.eval_only or not args.steps:
+    if args.eval_only or not args.steps:
         return
-    warmup, wait = args.optimizer_args.warmup_steps, 0
-    if args.critic_args:
-        wait = args.critic_args.critic_warmup_steps
+    warmup, wait = args.warmup_steps, 0
+    if args.needs_critic:
+        wait = args.critic_warmup_steps
     if warmup and warmup + wait >= args.steps:
         after = f" after --critic_warmup_steps {wait}" if wait else ""
         yield (f"--warmup_steps {warmup}{after} ends when the {args.steps} --steps do, or later: "
                "the rate only rises.")
-    for name, every in (("eval_every", args.eval_args.eval_every),
-                        ("save_every", args.run_args.save_every)):
+    for name, every in (("eval_every", args.eval_every),
+                        ("save_every", args.save_every)):
         if (every or 0) > args.steps:
             yield f"--{name} {every} is more than --steps {args.steps}: it does nothing."
 
@@ -62,11 +62,11 @@ def what_is_unread(args, rows: list[data.Row], reads: list[str]):
     """Yields a sentence if columns that look like a part of the question, such as choices or a long
     text, are not in the prompt and no reward or environment reads them. reads: the parameters of
     the rewards. A function that takes all columns reads those that its file names."""
-    flags = values_of(args) | {"data": "", "eval_data": ""}
+    flags = vars(args) | {"data": "", "eval_data": ""}
     files = {*re.findall(r"'([^']+\.py):", repr([*flags.values()]))}
     there = filter(None, map(find_file, sorted(files)))
     code = "".join(path.read_text(errors="replace") for path in there)
-    template = args.data_args.prompt_template or ""
+    template = args.prompt_template or ""
     found = {}  # in the order of the row's columns
     for row in rows[:FIRST]:
         for column, value in row.columns.items():

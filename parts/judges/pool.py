@@ -3,9 +3,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from parts.judges.waiting import PAUSE
-from rewards import Answer, Pool, Score
+from rewards import Pool, Score
 from settings import Flags, Range
-from worker import Part
 
 TOGETHER = 64  # calls that a worker gets at once
 
@@ -18,28 +17,23 @@ class JudgeArgs(Flags):
     this cannot help (400, 401, 404)."""
 
 
-@dataclass
-class TriedAnswer(Answer):
-    retries: int = 0  # of its call: with the first item
-
-    def score(self, parts: list[Part]) -> Score:
-        """See Answer. The metric reward/retries is the mean over completions."""
-        score = super().score(parts)
-        score.parts["retries"] = self.retries
-        return score
-
-
 class JudgePool(Pool):
     module: ClassVar = "parts.judges.waiting"
-    answer: ClassVar = TriedAnswer
 
     def __init__(self, specs: list[str], args, read=None):
-        self.retries = args.parts.judges.reward_retries
+        self.retries = args.reward_retries
         super().__init__(specs, args, read)
 
     def what(self) -> tuple:
         """See Pool."""
         return self.parts, self.args.reward_timeout, self.retries
+
+    def score(self, values: list, error: str | None, retries: int = 0) -> Score:
+        """See Pool. retries: of the call, with its first item. The metric reward/retries is the
+        mean over completions."""
+        score = super().score(values, error)
+        score.parts["retries"] = retries
+        return score
 
     def put(self, calls: list[slice]) -> None:
         """See Pool."""

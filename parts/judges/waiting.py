@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import worker
 from parts.judges import servers
-from worker import Part, Reward
+from worker import Reward, RewardSpec
 
 PAUSE = 1.0  # seconds before the first retry; each further pause is twice as long
 LOOP = asyncio.Runner()  # one loop for all calls: a client may outlive its call
@@ -35,7 +35,7 @@ class Call:
         return [[*one, 0 if i else self.retries] for i, one in enumerate(made)]
 
 
-def load(parts: list[Part], timeout: float, retries: int) -> tuple[Loaded, list]:
+def load(parts: list[RewardSpec], timeout: float, retries: int) -> tuple[Loaded, list]:
     """As worker.load."""
     rewards, told = worker.load(parts)
     return Loaded(rewards, timeout, retries), told

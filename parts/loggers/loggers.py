@@ -33,16 +33,16 @@ class LogArgs(Flags):
         """Yields a sentence for each broken rule (settings.Flags)."""
         if len({*self.logger}) < len(self.logger):
             yield f"--logger names one twice (got {' '.join(self.logger)})."
-        for spec in self.specs:
+        for spec in specs_of(self):
             try:
                 load(spec)
             except SettingsError as error:
                 yield str(error)
 
-    @property
-    def specs(self) -> list[str]:
-        """The FILE.py:NAME of each logger."""
-        return [*self.logger, *[WANDB] * bool(self.wandb)]
+
+def specs_of(args) -> list[str]:
+    """The FILE.py:NAME of each logger."""
+    return [*args.logger, *[WANDB] * bool(args.wandb)]
 
 
 def load(spec: str):
@@ -117,5 +117,5 @@ def begin(run):
         if run.log.writing and specs:
             run.log.readers.append(Loggers(specs, run.log))
 
-    specs = run.args.parts.loggers.specs
+    specs = specs_of(run.args)
     run.world.together(start)

@@ -18,9 +18,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
 from files import whole_folder
-from inputs import is_tiny
+from memory import Memory
 from model import Model, Policy, whole
-from plan import Memory
+from preflight import is_tiny
 from rollout import Engine
 from settings import Flags, Positive
 
@@ -43,11 +43,6 @@ class LoraArgs(Flags):
     switch: ClassVar[str] = "lora_rank"
     fixed: ClassVar[tuple[str, ...]] = "lora_alpha", "lora_rank", "lora_targets"
 
-    @property
-    def scale(self) -> float:
-        """alpha / rank."""
-        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
-
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
         shape, most = plan.shape, LORA_RANKS[-1]
@@ -59,31 +54,39 @@ class LoraArgs(Flags):
         if shape and {*self.lora_targets} - {"all-linear", *shape.linears}:
             yield (f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
                    f"{' '.join(self.lora_targets)}).")
-        elif shape and not self.added(shape):
+        elif shape and not added(self, shape):
             yield ("--lora_rank finds no torch.nn.Linear to adapt: --lora_targets names none, or "
                    "the model has none. Would work: --lora_targets all-linear, or --lora_rank 0.")
 
-    def added(self, shape) -> int:
-        """Parameters of the adapters of a model with this Shape. 0: all weights are trained."""
-        layer = sum(n for name, n in shape.linears.items() if self.chosen(name))
-        return self.lora_rank * shape.layers * layer
 
-    def in_engine(self, bfloat16: bool) -> bool:
-        """Whether the engine gets the adapter itself."""
-        sync = "adapter" if self.lora_sync == "auto" and bfloat16 else self.lora_sync
-        return self.lora_rank > 0 and sync == "adapter"
+def scale_of(args) -> float:
+    """alpha / rank."""
+    return 2.0 if args.lora_alpha is None else args.lora_alpha / args.lora_rank
 
-    def chosen(self, name: str) -> bool:
-        """Whether the linear layer with this last name has an adapter."""
-        return name != "lm_head" and bool({name, "all-linear"} & {*self.lora_targets})
+
+def added(args, shape) -> int:
+    """Parameters of the adapters of a model with this Shape. 0: all weights are trained."""
+    layer = sum(n for name, n in shape.linears.items() if has_adapter(args, name))
+    return args.lora_rank * shape.layers * layer
+
+
+def in_engine(args, bfloat16: bool) -> bool:
+    """Whether the engine gets the adapter itself."""
+    sync = "adapter" if args.lora_sync == "auto" and bfloat16 else args.lora_sync
+    return args.lora_rank > 0 and sync == "adapter"
+
+
+def has_adapter(args, name: str) -> bool:
+    """Whether the linear layer with this last name has an adapter."""
+    return name != "lm_head" and bool({name, "all-linear"} & {*args.lora_targets})
 
 
 class Lora(nn.Linear):
     """A linear layer with an empty adapter beside its weights."""
 
-    def __init__(self, layer: nn.Linear, args: LoraArgs, dtype):
+    def __init__(self, layer: nn.Linear, args, dtype):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight, self.bias, self.scale = layer.weight, layer.bias, args.scale
+        self.weight, self.bias, self.scale = layer.weight, layer.bias, scale_of(args)
         empty = partial(torch.empty, device=layer.weight.device, dtype=dtype)
         self.lora_A = nn.Parameter(empty(args.lora_rank, layer.in_features))
         self.lora_B = nn.Parameter(empty(layer.out_features, args.lora_rank))
@@ -113,7 +116,7 @@ class AdaptedModel(Model):
     frozen = True
 
     def __init__(self, lm, args):
-        put_in(lm, args.parts.lora, torch.promote_types(lm.dtype, torch.float32))
+        put_in(lm, args, torch.promote_types(lm.dtype, torch.float32))
         super().__init__(lm, args)
 
     def start(self, seed: int):
@@ -155,11 +158,11 @@ class AdaptedPolicy(Policy):
         return Base(self)
 
 
-def adapter_config(lora: LoraArgs, base: str, layers) -> dict:
+def adapter_config(args, base: str, layers) -> dict:
     """adapter_config.json, as peft and vLLM read it. base: the model that it is for. layers: the
     names of those with an adapter."""
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-            "r": lora.lora_rank, "lora_alpha": lora.scale * lora.lora_rank, "bias": "none",
+            "r": args.lora_rank, "lora_alpha": scale_of(args) * args.lora_rank, "bias": "none",
             "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
             "inference_mode": True}
 
@@ -173,7 +176,7 @@ def export(run) -> None:
                for name, tensor in tensors(policy.module.lm, run.world.device)}
     if run.world.rank == 0:
         with whole_folder(run.log.folder / "adapter") as unfinished:
-            config = adapter_config(run.args.parts.lora, base, layers)
+            config = adapter_config(run.args, base, layers)
             save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
             (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
@@ -217,7 +220,7 @@ def put_in(lm, args: LoraArgs, dtype):
     lm.requires_grad_(False)
     text = lm.get_decoder()
     for name, layer in [*text.named_modules()]:
-        if isinstance(layer, nn.Linear) and args.chosen(name.rpartition(".")[2]):
+        if isinstance(layer, nn.Linear) and has_adapter(args, name.rpartition(".")[2]):
             text.set_submodule(name, Lora(layer, args, dtype))
 
 
@@ -241,11 +244,11 @@ class AdaptedMemory(Memory):
     @property
     def trained(self) -> int:
         """See Memory."""
-        return min(super().trained, self.args.parts.lora.added(self.shape))
+        return min(super().trained, added(self.args, self.shape))
 
     def weights(self) -> float:
         """See Memory."""
-        return self.c * self.shape.params + self.m * self.args.parts.lora.added(self.shape)
+        return self.c * self.shape.params + self.m * added(self.args, self.shape)
 
     def reference(self) -> float:
         """See Memory. Without other files it is the policy without its adapters."""
@@ -257,8 +260,7 @@ class AdaptedMemory(Memory):
 
     def engine_weights(self) -> float:
         """See Memory."""
-        lora = self.args.parts.lora
-        adapter = lora.added(self.shape) if lora.in_engine(self.c == 2) else 0
+        adapter = added(self.args, self.shape) if in_engine(self.args, self.c == 2) else 0
         return super().engine_weights() + self.c * adapter
 
 
@@ -270,7 +272,7 @@ class TakingEngine(Engine):
     def __init__(self, args, world, inputs, log, models):
         self.request, self.syncs = None, 0  # vLLM's name of the adapter; how often it came
         layers = [name.removesuffix(".weight") for name in models[0].layers]
-        self.config = adapter_config(args.parts.lora, "", layers)
+        self.config = adapter_config(args, "", layers)
         super().__init__(args, world, inputs, log, models)
         # The base comes once, in the first sync: it must be kept.
         self.sleep_level = min(self.sleep_level, 1)

@@ -8,7 +8,7 @@ from parts.lora.lora import LoraArgs as Flags  # noqa: F401
 
 def is_on(args) -> bool:
     """Whether this run trains adapters."""
-    return args.parts.lora.lora_rank > 0
+    return args.lora_rank > 0
 
 
 def model(kind, args, config, trained):
@@ -24,7 +24,7 @@ def memory(kind, args, shape):
 
 
 def engine(kind, args, config, dtype):
-    if is_on(args) and args.parts.lora.in_engine(dtype == torch.bfloat16):
+    if is_on(args) and lora.in_engine(args, dtype == torch.bfloat16):
         return lora.TakingEngine
 
 
@@ -36,5 +36,5 @@ def check(args, inputs):
 
 
 def end(run):
-    if is_on(run.args) and run.args.run_args.export:
+    if is_on(run.args) and run.args.export:
         lora.export(run)

@@ -26,7 +26,7 @@ from data import Prompt, Row, Stream
 from errors import Mistakes, SettingsError
 from evaluate import passes
 from rollout import Engine
-from settings import Flags, values_of
+from settings import Flags
 
 
 @dataclass
@@ -42,9 +42,9 @@ class OrderArgs(Flags):
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
-        if not self.order or plan.args.eval_args.eval_only:
+        if not self.order or plan.args.eval_only:
             return
-        flags = values_of(plan.args)
+        flags = vars(plan.args)
         if not (plan.args.needs_rollouts and flags["reward"]):
             yield "--order needs completions with a --reward: the pass rates come from there."
         if flags.get("carry"):
@@ -95,7 +95,7 @@ class Ordered(Stream):
     def __init__(self, rows: list[Row], args, world):
         super().__init__(rows, args.seed)
         self.args, self.world = args, world
-        self.function = load(args.parts.order.order)
+        self.function = load(args.order)
         # The function gets copies: what it writes into them reaches no prompt and no reward.
         self.shown = [replace(row, prompt_ids=[*row.prompt_ids], columns=deepcopy(row.columns))
                       for row in self.rows]
@@ -115,7 +115,7 @@ class Ordered(Stream):
         """Returns the next n prompts, fewer at the end of an epoch. All ranks must call it (a
         collective)."""
         self.read()
-        if not self.left or 0 < self.args.parts.order.order_every <= self.since:
+        if not self.left or 0 < self.args.order_every <= self.since:
             self.left = self.world.together(self.ask)
             Mistakes(self.world.differences({"the order of --order": self.left})).stop()
             self.asked, self.since = self.asked + 1, 0
@@ -130,7 +130,7 @@ class Ordered(Stream):
     def ask(self) -> list[int]:
         """Calls the function → the places of the rows of an epoch. SettingsError: it raises an
         error, it returns another thing than rows or weights, or its two results differ."""
-        where = f"--order {self.args.parts.order.order}, epoch {self.asked}"
+        where = f"--order {self.args.order}, epoch {self.asked}"
         found = []
         for _ in range(2):
             try:
@@ -196,7 +196,7 @@ class Ordered(Stream):
         counts.drawn += 1
         scores = [score for score in scores if score.total is not None]
         if scores:
-            passed = sum(passes(score, self.args.eval_args.eval_pass) for score in scores)
+            passed = sum(passes(score, self.args.eval_pass) for score in scores)
             counts.scored += len(scores)
             counts.passed += passed
             counts.last = passed / len(scores)

@@ -5,7 +5,7 @@ from parts.order.order import OrderArgs as Flags  # noqa: F401
 
 def ordered(args) -> bool:
     """Returns whether the run trains on prompts in the order of a function."""
-    return bool(args.parts.order.order) and not args.eval_args.eval_only
+    return bool(args.order) and not args.eval_only
 
 
 def sizes(plan):

@@ -11,6 +11,8 @@ ELSEWHERE = {  # what is no flag of a script
         "the number of machines is torchrun's: torchrun --nnodes {value} … {script}",
     r"config(_(file|path|name))?|cfg|yaml": "there are no config files: flags stand on the command "
         "line, and {script} --help lists them",
+    "score_tokens": "it is called --logprob_tokens now",
+    "critic_score_tokens": "it is called --critic_value_tokens now",
     "deepspeed|fsdp|accelerate|ds_config": "FSDP2 is always on, and has no file of its own"}
 
 

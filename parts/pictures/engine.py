@@ -13,7 +13,7 @@ class LookingEngine(Engine):
 
     def __init__(self, args, world, inputs, *given):
         self.eyes = load_eyes(args.model, inputs.source, inputs.lm.config,
-                              *args.parts.pictures.limits)
+                              args.min_image_tokens, args.max_image_tokens)
         self.pictured = [*filter(None, map(pictures_in, inputs.rows + inputs.eval_rows))]
         super().__init__(args, world, inputs, *given)
 

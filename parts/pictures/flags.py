@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from settings import Flags, not_default, values_of
+from settings import Flags, not_default
 
 
 @dataclass
@@ -16,16 +16,11 @@ class PictureArgs(Flags):
     """Also train the vision tower and projector. Otherwise they are frozen."""
     fixed: ClassVar[tuple[str, ...]] = ("train_vision",)
 
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Least and most tokens of a picture."""
-        return self.min_image_tokens, self.max_image_tokens
-
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
         if plan.shape and plan.shape.kind != "pictures":
             yield from (f"--{name} needs a model that sees pictures." for name in not_default(self))
-        flags = values_of(plan.args)
+        flags = vars(plan.args)
         if self.train_vision and flags.get("lora_rank"):
             yield ("--train_vision trains all weights of the tower, and --lora_rank trains "
                    "adapters alone: give one of them.")

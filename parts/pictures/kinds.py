@@ -4,16 +4,16 @@ from parts.pictures import idefics3, qwen2_vl
 
 NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
          "qwen3_vl": "Qwen3VL"}  # of transformers
-FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES}
+ARCHITECTURES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES}
 
 
 def find_eyes(args, config, folder: str, reference: str | None = None):
     """Of --model, in its folder. reference: that of another model, which gets the same pixels."""
-    eyes = load_eyes(args.model, folder, config, *args.parts.pictures.limits)
+    eyes = load_eyes(args.model, folder, config, args.min_image_tokens, args.max_image_tokens)
     if reference:
         from transformers import AutoConfig
         config, theirs = AutoConfig.from_pretrained(reference), None
-        if config.model_type in FAMILIES:
+        if config.model_type in ARCHITECTURES:
             theirs = load_eyes(args.teacher, reference, config, flag="teacher")
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
@@ -24,7 +24,7 @@ def find_eyes(args, config, folder: str, reference: str | None = None):
 def load_eyes(name: str, folder: str, config, *limits: int, flag: str = "model"):
     """Those of a model's family. SettingsError: its files have no processor."""
     with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
-        return FAMILIES[config.model_type].Eyes(folder, config, *limits)
+        return ARCHITECTURES[config.model_type].Eyes(folder, config, *limits)
 
 
 def check_template(name: str, inputs):

@@ -10,33 +10,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from family import Family, Shape
+from architecture import Architecture, Shape
+from memory import Memory
 from model import LogprobModel, Model, Trained
 from parts.pictures.engine import HELD, NEVER
-from parts.pictures.kinds import FAMILIES, NAMES
+from parts.pictures.kinds import ARCHITECTURES, NAMES
 from parts.pictures.rows import pictures_in
-from plan import Memory
 
 
-class Seeing(Family):
+class Seeing(Architecture):
     """A model that sees: a tower makes features of pixels, and its text part reads them."""
     auto = "AutoModelForImageTextToText"
 
     def __init__(self, config):
         super().__init__(config)
-        self.own = FAMILIES[config.model_type]
+        self.own = ARCHITECTURES[config.model_type]
 
     @property
     def architecture(self) -> str:
-        """See Family."""
+        """See Architecture."""
         return f"{NAMES[self.config.model_type]}ForConditionalGeneration"
 
     def stacks(self, lm) -> list:
-        """See Family. Its text part, and those of the tower."""
+        """See Architecture. Its text part, and those of the tower."""
         return [getattr(lm.base_model, name) for name in (self.own.TEXT, *self.own.TOWER)]
 
     def shape(self, lm) -> Shape:
-        """See Family."""
+        """See Architecture."""
         shape, tower = super().shape(lm), tower_sizes(self.config, self.stacks(lm)[1:])
         return SeeingShape(**vars(shape) | {"root": shape.root - tower.sharded}, tower=tower)
 
@@ -46,7 +46,7 @@ class SeeingModel(Model):
 
     def states(self, inputs):
         """See Model. The text part gets features of pictures among the embeddings of ids."""
-        text = self.family.stacks(self.lm)[0]
+        text = self.architecture.stacks(self.lm)[0]
         inputs = self.embedded(**inputs)
         return text.base_model(**inputs, use_cache=False).last_hidden_state
 
@@ -54,7 +54,7 @@ class SeeingModel(Model):
         """What the text part gets."""
         x = self.lm.get_input_embeddings()(input_ids)  # (1, S, H)
         values, *grids = pixels
-        found = self.family.own.features(self.lm, values.to(x.dtype), *grids)
+        found = self.architecture.own.features(self.lm, values.to(x.dtype), *grids)
         first, *deep = [part[:len(places)].unsqueeze(0) for part in found]  # (1, n, H)
         inputs["inputs_embeds"] = x.index_copy(1, places, first)
         if deep:  # for each of the first layers (S, H): what is added to all tokens, mostly 0
@@ -73,7 +73,7 @@ class SeeingLogprobModel(SeeingModel, LogprobModel):
         logits.detach()[..., self.lm.config.image_token_id] += NEVER
         return logits
 
-    def plain(self, inputs, keep):
+    def hf_forward(self, inputs, keep):
         """See LogprobModel. The features go to the same places: transformers looks for image
         tokens, and a completion may have them."""
         if len(inputs["pixels"]) == 1:  # else positions have three axes
@@ -86,14 +86,14 @@ class Seer(Trained):
     """A policy or a critic that sees."""
 
     def __init__(self, module, world, args):
-        for part in module.family.stacks(module.lm)[1:]:
-            part.requires_grad_(args.parts.pictures.train_vision)
+        for part in module.architecture.stacks(module.lm)[1:]:
+            part.requires_grad_(args.train_vision)
         super().__init__(module, world, args)
 
     def inputs(self, micro) -> dict:
         """See Trained. Pixels, as the family has them, and the places (n,) of their features in the
         packed input."""
-        own, pixels, places, start = self.module.family.own, [], [], 0
+        own, pixels, places, start = self.module.architecture.own, [], [], 0
         owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
         for row in owners.values():  # each prompt once, in the order of batch.pack
             prompt = micro.batch.samples[row].prompt.row
@@ -148,7 +148,7 @@ class SeeingMemory(Memory):
     @property
     def trained(self) -> int:
         """See Memory. The tower only with --train_vision."""
-        trained, vision = super().trained, self.args.parts.pictures.train_vision
+        trained, vision = super().trained, self.args.train_vision
         return trained if vision or not trained else trained - self.shape.tower.params
 
     def gathered(self, shape: SeeingShape, root: int, update: bool) -> float:
@@ -157,8 +157,8 @@ class SeeingMemory(Memory):
 
     def of_token(self, shape: SeeingShape, phase, update: bool) -> tuple[float, float]:
         """See Memory. And what the tower's layers keep."""
-        kept = 1 if self.args.model_args.checkpointing else shape.tower.layers
-        learns = update and self.args.parts.pictures.train_vision
+        kept = 1 if self.args.checkpointing else shape.tower.layers
+        learns = update and self.args.train_vision
         stays, work = super().of_token(shape, phase, update)
         return stays + shape.tower.bytes(self.c, kept if learns else 0), work
 

@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 from errors import SettingsError, command  # noqa: E402
 from files import is_evaluation, read, read_metrics, write_whole  # noqa: E402
 from parts.report.healthy import HEALTHY, warnings  # noqa: E402
-from settings import values_of  # noqa: E402
 from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
@@ -68,7 +67,7 @@ def changed(args: dict) -> list[list[str]]:
     if not (ROOT / script).is_file():  # a copy that is gone
         script = Path("grpo.py")
     module = importlib.import_module(".".join(script.with_suffix("").parts))
-    defaults = values_of(module.Args())
+    defaults = vars(module.Args())
     found = [(name, in_words(args[name]), in_words(default))
              for name, default in defaults.items() if name in args]
     return [[f"--{name}", value, default] for name, value, default in found if value != default]

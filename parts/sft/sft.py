@@ -26,13 +26,13 @@ import losses
 from batch import Batch, Sample
 from dist import World
 from flags import CommonArgs, parse
-from inputs import show_plan
 from log import Meter
 from model import Policy, learning_rate
 from parts.sft import targets
 from parts.sft.supervised import Supervised, given
+from preflight import show_plan
 from run import set_up
-from settings import not_default
+from settings import not_default, sections
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Args(CommonArgs):
         if self.temperature != 1:
             yield (f"--temperature must be 1: nothing is sampled (got {self.temperature}). For an "
                    "evaluation there is --eval_temperature.")
-        turns = getattr(self.parts, "turns", None)
-        for flag in not_default(self.engine_args) + (not_default(turns) if turns else []):
-            if not self.needs_engine:
-                yield f"--{flag} is for an engine. Would work: with --eval_data and --reward."
+        for section in sections(self):
+            if type(section).__name__ in ("EngineArgs", "TurnArgs") and not self.needs_engine:
+                yield from (f"--{flag} is for an engine. Would work: with --eval_data and --reward."
+                            for flag in not_default(section))
         if self.reward and not self.eval_data:
             yield "--reward needs --eval_data: sft.py learns from no reward."
-        if self.run_args.target_reward:
+        if self.target_reward:
             yield ("--target_reward grades rollouts, and sft.py has none. For held-out rows there "
                    "is --target_eval.")
         yield from super().rules(plan)
@@ -92,7 +92,7 @@ def train(args: Args) -> int:
 
         with run.log.time("step"):
             samples = [given(prompt) for prompt in run.stream.next(args.batch)]
-            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
+            lr = learning_rate(step, args.steps, args.lr, args)
             metrics = {"data/position": run.stream.position}
             metrics |= learn(args, run.world, run.policy, samples, lr=lr, phase=run.log.time)
 
@@ -114,8 +114,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                "batch/learned_tokens": int(batch.tokens.sum())}
 
     # Update:   L = -sum_it weight_it * log π_it        weight_it = 1 / tokens of the minibatch
-    # Tokens of the assistant alone. The weights are fixed before `micros` splits rows over ranks,
-    # whose gradients FSDP sums: a mean of each rank's mean would be another loss.
+    # Tokens of the assistant alone. The weights are fixed before `micro_batches` splits rows over
+    # ranks, whose gradients FSDP sums: a mean of each rank's mean would be another loss.
     meter = Meter(world)
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -126,7 +126,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             meter.skipped += 1
             continue
         with phase("update"):
-            for micro in batch.micros(world, rows, args.update_tokens, "update"):
+            for micro in batch.micro_batches(world, rows, args.update_tokens, "update"):
                 logp, _ = policy.logprobs(micro, args.temperature)  # (n,)
                 loss, w = -logp, micro.per_token(weights)
                 policy.backward((w * loss).sum())
@@ -140,7 +140,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 def main() -> None:
     """The command line."""
     args = parse(Args, __doc__)
-    dist.run(show_plan if args.plan_args.plan else train, args)
+    dist.run(show_plan if args.plan else train, args)
 
 
 if __name__ == "__main__":

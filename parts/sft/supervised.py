@@ -37,7 +37,8 @@ class Supervised(Run):
         rows, meter = list(range(len(batch.samples))), Meter(self.world)
         weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
         with self.log.time("eval"), torch.no_grad():
-            for micro in batch.micros(self.world, rows, self.args.score_tokens, "held out"):
+            for micro in batch.micro_batches(
+                    self.world, rows, self.args.logprob_tokens, "held out"):
                 logprobs, entropy = self.policy.logprobs(micro, self.args.temperature, True)
                 meter.add(micro.per_token(weights), {
                     "eval/loss": -logprobs, "eval/entropy": entropy})

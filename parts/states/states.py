@@ -3,8 +3,8 @@ from dataclasses import dataclass
 
 import torch
 
-from family import Family, Shape
-from plan import Memory
+from architecture import Architecture, Shape
+from memory import Memory
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class StateMemory(Memory):
             (70 + 20 * c) * shape.state + c * shape.hidden)
 
 
-class Stateful(Family):
+class Stateful(Architecture):
     def skeleton(self, dtype, **options):
         """Its layers with a state compute a packed input row by row."""
         lm = super().skeleton(dtype, **options)
@@ -30,7 +30,7 @@ class Stateful(Family):
         return lm
 
     def shape(self, lm) -> Shape:
-        """See Family."""
+        """See Architecture."""
         state = max(m.value_dim for m in lm.modules() if hasattr(m, "value_dim"))
         return StateShape(**vars(super().shape(lm)), state=state)
 

@@ -6,11 +6,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from batch import Batch, Completion, Micro, Sample, cut
+from batch import Batch, Completion, MicroBatch, Sample, cut
 from data import Prompt, Row
 from dist import peak_memory
 from errors import SettingsError
-from plan import GIB, Phase, Plan, ceil_div
+from memory import GIB
+from plan import Phase, Plan, ceil_div
 from rewards import Score
 from settings import Flags
 
@@ -24,8 +25,8 @@ class TrialArgs(Flags):
 
 def try_worst_case(run):
     """--try_worst_case: the largest micro-batch of each phase."""
-    wanted = run.args.parts.trial.try_worst_case
-    if run.args.eval_args.eval_only or wanted == "off" or (
+    wanted = run.args.try_worst_case
+    if run.args.eval_only or wanted == "off" or (
             wanted == "auto" and run.world.device.type != "cuda"):
         return
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
@@ -47,16 +48,17 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None,
         if reference:
             reference.module.reshard()  # a formula may leave its head whole
 
-    def score(micro):
+    def logprobs(micro):
         for scored in (reference, policy) if reference else (policy,):
             scored.logprobs(micro, a.temperature)
 
     def values(micro):
         found = critic.values(micro)
-        if found.requires_grad:  # not in a score pass
+        if found.requires_grad:  # not in a forward pass
             critic.backward(found.sum())
 
-    forwards = {"update": update, "score": score, "critic update": values, "critic score": values}
+    forwards = {"update": update, "logprobs": logprobs,
+                "critic update": values, "critic values": values}
     models = [it for it in (policy, critic) if it]
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
                for it in models if not it.optimizer.state
@@ -86,7 +88,7 @@ def measure(phase: Phase, world, vocab: int, forward) -> float:
     return peak_memory(world.device)
 
 
-def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Micro:
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> MicroBatch:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
     long that attention gathers `keys` keys for each token (see plan.Phase)."""
     rows = ceil_div(tokens, longest)
@@ -96,7 +98,7 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Mic
     one = Sample(Prompt(0, Row(0, "", [0] * p, None, {}, "")), Completion(
         ids, np.zeros(len(ids), np.float32), False), "", Score(0.0, {}, None))
     batch = Batch([one] * (rows * keys))
-    return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
+    return MicroBatch(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 
 def end(world, phase: Phase, failed: int):

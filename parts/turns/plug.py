@@ -15,7 +15,7 @@ REWARDS = dict.fromkeys(("environment", "turns"), "parts/turns/paid.py")
 def check(args, inputs):
     """SettingsError: the function of --reply, or the chat template, cannot be used with these rows.
     """
-    if args.parts.turns.reply:
+    if args.reply:
         rows = inputs.rows + inputs.eval_rows
         if any(row.columns.get("chat_template_kwargs") for row in rows):
             raise SettingsError("rows with chat_template_kwargs take no --reply.")
@@ -23,8 +23,8 @@ def check(args, inputs):
 
 
 def engine(kind, args, config, dtype):
-    return turns.PlayingEngine if args.parts.turns.reply else None
+    return turns.PlayingEngine if args.reply else None
 
 
 def pool(kind, args, waits):
-    return turns.EpisodePool if args.parts.turns.reply else None
+    return turns.EpisodePool if args.reply else None

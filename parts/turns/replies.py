@@ -6,7 +6,7 @@ import traceback
 from typing import ClassVar, NamedTuple
 
 import worker
-from worker import Part, Reward, number
+from worker import Reward, RewardSpec, number
 
 LONGEST_REPLY = 1_000_000  # characters
 LOOP = asyncio.Runner()  # one loop for all calls of an `async def`: a client may outlive its call
@@ -104,7 +104,7 @@ class Environments:
 
 # ---- the process ----
 
-def load(part: Part, timeout: float) -> tuple[tuple, list]:
+def load(part: RewardSpec, timeout: float) -> tuple[tuple, list]:
     """(The function or class of --reply, seconds for an answer). Of it: its methods; is it `async
     def`; what it needs."""
     found = worker.find(part)

@@ -22,10 +22,10 @@ from chat_template import ids_after, marks_of, reader, render, texts_of
 from data import Prompt, Row
 from errors import SettingsError
 from parts.turns.replies import Move
-from rewards import Answer, Pool, check_rows, report
+from rewards import Pool, check_rows, report
 from rollout import Engine, Request, hash_seed
-from settings import Count, Flags, values_of
-from worker import ROOT, Part, find_file
+from settings import Count, Flags
+from worker import ROOT, RewardSpec, find_file
 
 TOGETHER = 64  # calls of an `async def` that a worker gets at once
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
@@ -45,7 +45,7 @@ class TurnArgs(Flags):
         """Yields a sentence for each broken rule (settings.Flags)."""
         if paid_by(plan.args) and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
-        if self.reply and values_of(plan.args).get("replay_routing"):
+        if self.reply and vars(plan.args).get("replay_routing"):
             yield ("--replay_routing is for one turn: of a reply's tokens no experts are known.")
         if self.reply and plan.shape and plan.shape.kind == "pictures":
             yield ("--reply is for models that read text alone: --model sees pictures, and answers "
@@ -62,7 +62,7 @@ class ReplyPool(Pool):
     flag: ClassVar = "reply"
     module: ClassVar = "parts.turns.replies"
 
-    def parse(self, specs: list[str]) -> list[Part]:
+    def parse(self, specs: list[str]) -> list[RewardSpec]:
         """FILE.py:NAME."""
         path, name = re.fullmatch(r"(?:(.+\.py):)?(.*)", specs[0]).groups()
         if not path or not name.isidentifier():
@@ -70,7 +70,7 @@ class ReplyPool(Pool):
                 f"--reply {specs[0]}: it must be FILE.py:FUNCTION; it has no weight.")
         if not (found := find_file(path)):
             raise SettingsError(f"--reply {specs[0]}: no such file, here or in {ROOT}.")
-        return [Part(name, math.nan, str(found))]
+        return [RewardSpec(name, math.nan, str(found))]
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
         """See rewards.Pool."""
@@ -84,9 +84,9 @@ class ReplyPool(Pool):
         """See rewards.Pool."""
         self.methods, self.waits, self.needs = told
 
-    def ask(self, moves: list[Move], homes: list[int]) -> list[Answer]:
-        """An answer for each. homes: a number for each; the same worker gets all moves of a number,
-        and keeps their environment."""
+    def ask(self, moves: list[Move], homes: list[int]) -> list[tuple]:
+        """Returns (values, error) of each. homes: a number for each; the same worker gets all moves
+        of a number, and keeps their environment."""
         self.homes = homes
         return super().ask(moves)
 
@@ -98,6 +98,10 @@ class ReplyPool(Pool):
                     if home % len(self.inboxes) == number]
             for i in range(0, len(mine), size):
                 inbox.put(mine[i:i + size])
+
+    def score(self, values: list, error: str | None) -> tuple:
+        """See rewards.Pool. A reply has no weight: what the worker returned."""
+        return values, error
 
     def seconds(self, batch: list[list]) -> float:
         """See rewards.Pool."""
@@ -171,7 +175,7 @@ class Bridge:
 
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
-    spec = args.parts.turns.reply
+    spec = args.reply
     with closing(ReplyPool([spec], args)) as pool:
         pool.wait()
         check_rows(pool.needs, rows, {}, "reply")
@@ -180,7 +184,7 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
         raise SettingsError(f"--reward {min(paid)} needs a class with reward() in --reply {spec}.")
     if not tokenizer:
         return None
-    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
+    bridge = Bridge(tokenizer, eos_ids, vocab, args.system)
     try:
         bridge.ids(-1, [{"role": "user", "content": "z"}])
     except SettingsError:
@@ -236,8 +240,8 @@ class Episodes:
 
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
-        self.max_turns, self.max_tokens = args.parts.turns.max_turns, args.max_tokens
-        self.workers = ReplyPool([args.parts.turns.reply], args)
+        self.max_turns, self.max_tokens = args.max_turns, args.max_tokens
+        self.workers = ReplyPool([args.reply], args)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
         self.pays = "turns" in paid_by(args)  # a turn is paid what reward() grows by
@@ -310,10 +314,11 @@ class Episodes:
         report(self.workers, self.log, errors, len(errors))
         return replies
 
-    def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
+    def reply_of(self, c: Completion, answer: tuple, over: bool) -> Reply:
         """What a worker answered, with the ids of its messages. The first one has the `reward` so
         far, and loses it."""
-        value, ids, worth = answer.values[0], [], None
+        (value,), error = answer
+        ids, worth = [], None
         try:
             if over:
                 worth = value
@@ -322,7 +327,7 @@ class Episodes:
                 ids = self.bridge.ids(int(c.ids[-1]), value)
         except SettingsError as error:
             return Reply(None, [], None, str(error))
-        return Reply(value, ids, worth, answer.error)
+        return Reply(value, ids, worth, error)
 
     def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
         """Appends a reply, if the episode goes on and a token has room after it."""
@@ -339,7 +344,7 @@ class PlayingEngine(Engine):
 
     def __init__(self, args, world, inputs, log, models):
         super().__init__(args, world, inputs, log, models)
-        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, args.data_args.system)
+        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, args.system)
         self.episodes = Episodes(args, bridge, world, log)
 
     def sample(self, prompts, group, temperature, purpose="train"):
@@ -369,11 +374,9 @@ class EpisodePool(Pool):
 
     def ask(self, items, size=1):
         """See Pool."""
-        answers = super().ask(items, size)
-        for answer, item in zip(answers, items, strict=True):
-            if item.turns[-1].get("failed"):
-                answer.values, answer.error = [None] * len(self.parts), "its episode failed"
-        return answers
+        failed = self.score([None] * len(self.parts), "its episode failed")
+        return [failed if item.turns[-1].get("failed") else score
+                for score, item in zip(super().ask(items, size), items, strict=True)]
 
 
 def append(c: Completion, ids, logprobs, sampled: bool) -> None:

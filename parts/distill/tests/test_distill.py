@@ -11,9 +11,10 @@ import data
 import fakes
 import families
 import identity
-import inputs
+import memory
 import model
 import plan
+import preflight
 import ranks
 from data import DataArgs
 from errors import SettingsError
@@ -140,7 +141,7 @@ def test_the_plan_counts_a_larger_teacher():
 
     def total(teacher=None, **flags):
         made = plan.Plan(fakes.args(distill, teacher="x", **flags), 1, 1000, 0)
-        found = TeacherMemory(made, replace(small, reference=teacher), 80 * plan.GIB)
+        found = TeacherMemory(made, replace(small, reference=teacher), 80 * memory.GIB)
         return found.parts["reference"][0], {
             phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
@@ -155,7 +156,8 @@ def student_of(home, flags: dict):
     """The flags of a run with a teacher, and the files of its student."""
     student = f"{home}/student"
     lm = model.skeleton(student)
-    files = inputs.Inputs(student, inputs.load_tokenizer("it", student), lm, shape_from(lm), None)
+    files = preflight.Inputs(
+        student, preflight.load_tokenizer("it", student), lm, shape_from(lm), None)
     return fakes.args(distill, model="it", teacher=f"{home}/teacher", **flags), files
 
 
@@ -163,7 +165,7 @@ def graded(world, student: str, teacher: str, kind: str, ids: list[int]) -> bool
     """Whether what distill.py computes of these sampled ids is finite."""
     batch, good = families.batch_of(([1], [ids]), ([5], [ids[:3]])), []
     policy, beside = (families.trainer_of(it, world) for it in (student, teacher))
-    for micro in batch.micros(world, [0, 1], 400, "update"):
+    for micro in batch.micro_batches(world, [0, 1], 400, "update"):
         good += beside.logprobs(micro, 1.0)
         formula = divergence.beside(beside, micro, 1.0, kind)
         good += policy.logprobs(micro, 1.0, formula=formula)
@@ -180,7 +182,7 @@ def test_a_teacher_of_any_size_is_refused_or_grades_what_the_student_may_say(see
     args, files = student_of(tmp_path, dict(
         divergence=rng.choice(["none", "none", "jsd", "reverse_kl"]), max_tokens=16,
         max_prompt_tokens=rng.choice([8, 16])))
-    longest, rows = args.data_args.max_prompt_tokens + 16, files.shape.vocab
+    longest, rows = args.max_prompt_tokens + 16, files.shape.vocab
     theirs = model.skeleton(args.teacher).config
     fits = theirs.max_position_embeddings >= longest and (
         theirs.vocab_size == rows or args.divergence == "none" and theirs.vocab_size > rows)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fakes
 import families
+import memory
 import plan
 import reference
 from errors import SettingsError
@@ -39,7 +40,7 @@ class Mixed(reference.Model):
         for block in self.blocks:
             block.forward = lambda hidden, block=block: self.mixture(block, hidden)
         found = super().parameters(lm)
-        if self.args.parts.experts.freeze_router:
+        if self.args.freeze_router:
             found = {name: p for name, p in found.items() if ".gate." not in name}
         return found
 
@@ -183,5 +184,5 @@ def test_the_plan_counts_all_parameters_and_those_of_a_token():
     assert shape.params == 30_532_122_624
     assert shape.params - shape.layers * shape.idle == 3_353_032_704
     made = plan.Plan(fakes.args(), 3, 64, 0)
-    found = plug.memory(None, None, shape)(made, shape, 80 * plan.GIB)
+    found = plug.memory(None, None, shape)(made, shape, 80 * memory.GIB)
     assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)

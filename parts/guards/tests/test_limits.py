@@ -2,7 +2,7 @@
 import pytest
 
 import fakes
-import inputs
+import preflight
 from errors import SettingsError
 from family_cases import make
 
@@ -16,6 +16,6 @@ from family_cases import make
 def test_a_sequence_fits_the_model(tmp_path, size, flags, words):
     make("Qwen2", str(tmp_path), size)
     args = fakes.args(model=str(tmp_path), **flags)
-    for look in lambda: inputs.read_inputs(args, 1, 1), lambda: inputs.show_plan(args):
+    for look in lambda: preflight.read_inputs(args, 1, 1), lambda: preflight.show_plan(args):
         with pytest.raises(SettingsError, match=words):
             look()

@@ -7,17 +7,17 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 import grpo
-import inputs
+import preflight
 from errors import SettingsError
 from examples import tiny
 from parts.guards.tokenizer import check_tokenizer
-from settings import changed
 from test_ends import NORMALIZERS, READINGS, TEXTS, edit, row_of, trained
 
 TYPES = "qwen2 qwen3 llama mistral gpt_neox gemma2 phi3".split()  # of models
@@ -29,7 +29,7 @@ def read(folder: Path, config: dict) -> None:
     """A run reads TEXTS with this tokenizer_config.json as its tokenizer.json does."""
     (folder / "tokenizer_config.json").write_text(json.dumps(
         {"eos_token": tiny.END, "chat_template": tiny.CHATML} | config))
-    tokenizer = inputs.load_tokenizer("m", str(folder))
+    tokenizer = preflight.load_tokenizer("m", str(folder))
     rows = [row_of({"prompt": text, "answer": "4"}, tokenizer) for text in TEXTS]
     check_tokenizer(tokenizer, str(folder), rows)
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,8 +78,8 @@ def test_a_tokenizer_is_the_folders_tokenizer_json_or_a_sentence_shows_both(tmp_
 def test_a_run_refuses_a_tokenizer_that_is_not_tokenizer_json(tmp_path):
     """By what its decoder writes."""
     folder = shutil.copytree(tiny.ensure("runs"), tmp_path / "base")
-    args = changed(grpo.Args(), model=str(folder))
-    inputs.read_files(args, 1)
+    args = replace(grpo.Args(), model=str(folder))
+    preflight.read_files(args, 1)
     edit(folder / "tokenizer.json", decoder={"type": "Fuse"})
     with pytest.raises(SettingsError, match="tokenizer.json reads .* Would work: "):
-        inputs.read_files(args, 1)
+        preflight.read_files(args, 1)

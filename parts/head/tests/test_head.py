@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 import fakes
+import memory
+import part
 import plan
 import ranks
 from conftest import ROOT
 from examples import tiny
 from grpo import Args
-from part import extended
 from parts.head import head, plug
 from shapes import shape_of
 
@@ -48,7 +49,7 @@ def test_engine_and_trainer_get_it_together(monkeypatch):
 def test_its_copies_are_planned():
     def logits(dtype: str, head_dtype: str) -> float:
         args = fakes.args(dtype=dtype, head_dtype=head_dtype)
-        kind = extended("memory", plan.Memory, args, None)
+        kind = part.memory(memory.Memory, args, None)
         shape = shape_of("Qwen2.5-0.5B")
         made = kind(plan.Plan(args, 1, 8, 0), shape, 0)
         return made.parts["logits"][1] / (4 * shape.vocab * shape.hidden)

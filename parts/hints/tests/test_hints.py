@@ -7,7 +7,7 @@ import transformers
 
 import data
 import fakes
-import inputs
+import preflight
 from parts.hints import breaks, hints
 from tables import table
 from test_rows import TOKENIZER
@@ -38,7 +38,7 @@ def said(tmp_path, rows: list[dict], reads=("completion", "answer", "row"), **fl
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     args = fakes.args(data=str(path), **flags)
-    read = data.load(str(path), TOKENIZER, args.data_args)[0]
+    read = data.load(str(path), TOKENIZER, args)[0]
     return " ".join(hints.what_is_unread(args, read, [*reads]))
 
 
@@ -63,7 +63,7 @@ def test_a_function_that_takes_all_columns_reads_those_that_its_file_names(tmp_p
         (tmp_path / "own.py").write_text(f"def f(completion, **row): return 1.0 * bool({code})")
         text = said(tmp_path, rows, reward=("exact", f"{tmp_path}/own.py:f:0.5"))
         assert ("nothing reads choices" in text) == names, text
-    found = inputs.read_files(fakes.args(data=f"{tmp_path}/rows.jsonl", reward=("exact",)), 1)
+    found = preflight.read_files(fakes.args(data=f"{tmp_path}/rows.jsonl", reward=("exact",)), 1)
     assert "nothing reads choices" in " ".join(found.warnings)
 
 

@@ -39,7 +39,7 @@ def score(specs, items, group=1, workers=1, timeout=60.0):
     with closing(JudgePool(specs, args)) as pool:
         pool.wait()
         pool.loading = 1.0
-        return rewards.scores_of(pool, items, group if pool.groups else 1)
+        return pool.ask(items, group if pool.groups else 1)
 
 
 @pytest.fixture
@@ -212,7 +212,8 @@ def judged():
 
     with mock.patch.dict(os.environ, JUDGE_URL=address, JUDGE_MODEL="x"), mock.patch.multiple(
             waiting.asyncio, sleep=sleep, wait=soon):
-        loaded, _ = waiting.load([worker.Part("judge", 1.0, str(ROOT / "examples/judge.py"))], 7, 2)
+        loaded, _ = waiting.load([worker.RewardSpec(
+            "judge", 1.0, str(ROOT / "examples/judge.py"))], 7, 2)
         found = waiting.score(loaded, [[item(str(n))] for n in range(len(OTHERS))])
     server.ended.set()
     server.shutdown()

@@ -5,7 +5,6 @@ from contextlib import closing
 import pytest
 
 import fakes
-import rewards
 from parts.judges.pool import JudgePool
 from test_doors import DEEDS, SPOIL
 from worker import Item
@@ -39,6 +38,6 @@ def test_what_an_async_reward_does_with_what_it_gets_is_its_own_affair(
         args = fakes.args(reward_workers=1, reward_timeout=20.0, reward_retries=2)
         with closing(JudgePool([f"own.py:{name}" for name in names], args)) as pool:
             pool.wait()
-            found = rewards.scores_of(pool, items, size)
+            found = pool.ask(items, size)
         assert [tuple(score.parts.values())[:-1] for score in found] == [right] * 4, (
             found[0].error)

@@ -34,7 +34,7 @@ class Model(reference.Model):
 
     def parameters(self, lm) -> dict:
         """y = W x + alpha / rank · B (A x)        https://arxiv.org/abs/2106.09685"""
-        found, flags = {}, self.args.parts.lora
+        found, flags = {}, self.args
         for name, layer in lm.base_model.named_modules():
             own = name.rpartition(".")[2]
             if not isinstance(layer, torch.nn.Linear) or flags.lora_targets not in (
@@ -164,9 +164,9 @@ def test_the_plan_counts_the_adapters_or_finds_nothing_to_adapt(refused, tmp_pat
     shape = shape_from(lm)
     none = "--lora_rank finds no torch.nn.Linear"
     assert refused("grpo", "lora_rank=4", none if name == "GPT-2" else "fine", shape)
-    lora.put_in(lm, args.parts.lora, torch.float32)
+    lora.put_in(lm, args, torch.float32)
     added = sum(p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n))
-    assert args.parts.lora.added(shape) == added and bool(added) == (name != "GPT-2")
+    assert lora.added(args, shape) == added and bool(added) == (name != "GPT-2")
     memory = plug.memory(None, args, shape)(plan.Plan(args, 1, 8, 0), shape, None)
     assert memory.parts["moments"] == (8 * added, 8 * added)
     assert memory.parts["weights"][1] == 4 * (shape.params + added)
@@ -193,7 +193,7 @@ def test_rates_that_are_not_given_are_ten_times_those_of_full_training():
         args = fakes.args(ppo, lora_rank=8, lr=given)
         plug.check(args, inputs)
         assert args.lr == (given or 10 * full.lr)
-        assert args.critic_args.critic_lr == 10 * full.critic_args.critic_lr
+        assert args.critic_lr == 10 * full.critic_lr
 
 
 def test_an_engine_has_room_for_the_rank_and_keeps_its_base_asleep(monkeypatch):

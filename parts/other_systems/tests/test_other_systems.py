@@ -7,12 +7,11 @@ import flags
 import grpo
 from errors import SettingsError
 from parts.other_systems import other_systems
-from settings import values_of
 
 
 def test_each_row_of_the_table_is_a_flag_here_and_no_other_name_is():
     """And each of their names is answered with its row."""
-    flags_here = values_of(grpo.Args()).keys()
+    flags_here = vars(grpo.Args()).keys()
     (_, *systems), *rows = other_systems.table(other_systems.FLAGS, "I come from another system")
     assert systems == ["TRL", "verl", "OpenRLHF", "EasyR1"] and len(rows) == 30
     for here, *cells in rows:
@@ -47,6 +46,8 @@ def test_the_words_of_the_table_of_errors_are_found(monkeypatch):
     ("--num_generations_eval 8", "^--num_generations_eval: --eval_samples 8 --eval_temperature 1 "),
     ("--load_best_model_at_end True --infer_tp=2", "(?s)^2 problems.*--keep_best.*: --tp 2"),
     ("data.extra_info=x --bach 3", "(?s)^2 problems.*every column of a row is an argum.*--bach"),
+    ("--score_tokens 8", r"^--score_tokens: it is called --logprob_tokens now\.$"),
+    ("--critic_score_tokens=8", "^--critic_score_tokens: it .* --critic_value_tokens now.$"),
     ("--num_generations 8", r"^TRL's --num_generations is --group here\.$"),
     ("--num-generations=3", "TRL's --num-generations is --group here"),
     ("--actor_rollout_ref.rollout.n=5", r"^verl's and EasyR1's --actor_rol\S+n is --group here\.$"),
@@ -67,6 +68,6 @@ def test_the_words_of_the_table_of_errors_are_found(monkeypatch):
 def test_a_flag_of_another_system_is_one_sentence(words, said):
     """A value that is such a name is none."""
     read = flags.parse_words(grpo.Args, "", ["--name", "beta", "--system", "rollout.n=8"])
-    assert (read.name, read.data_args.system) == ("beta", "rollout.n=8")
+    assert (read.name, read.system) == ("beta", "rollout.n=8")
     with pytest.raises(SettingsError, match=said):
         flags.parse_words(grpo.Args, "", words.split())

@@ -14,13 +14,13 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import data
 import families
-import inputs
 import model
+import preflight
 from batch import Batch, Sample
 from checkpoint import export_model
 from examples import squares
 from learning import sample
-from model_files import family_of
+from model_files import architecture_of
 from parts.pictures import kinds
 from parts.pictures import rows as pictured
 from tools import float64
@@ -62,7 +62,8 @@ def read(folder: Path, *rows: dict) -> list[data.Row]:
     path.write_text("\n".join(map(json.dumps, rows)))
     make = partial(pictured.make_row, make=data.make_row, folder=pictured.folder_of(str(path)),
                    eyes=kinds.load_eyes("x", source, config_of(folder)))
-    return data.load(str(path), inputs.load_tokenizer("x", source), data.DataArgs(), make=make)[0]
+    tokenizer = preflight.load_tokenizer("x", source)
+    return data.load(str(path), tokenizer, data.DataArgs(), make=make)[0]
 
 
 def fabricate(folder: Path) -> list[Sample]:
@@ -83,7 +84,8 @@ class Transformers:
     def __init__(self, folder: str, dtype=torch.float64):
         self.processor = AutoProcessor.from_pretrained(folder)
         self.lm = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
-        for part in family_of(self.lm.config).stacks(self.lm) if dtype == torch.float64 else ():
+        stacks = architecture_of(self.lm.config).stacks(self.lm)
+        for part in stacks if dtype == torch.float64 else ():
             float64.widen(part)
         embedding = self.lm.get_input_embeddings()
         embedding.register_forward_hook(lambda *_: F.embedding(self.ids, embedding.weight))

@@ -24,9 +24,10 @@ import data
 import fakes
 import families
 import grpo
-import inputs
+import memory
 import model
 import plan
+import preflight
 import ranks
 from batch import Batch
 from checkpoint import export_model
@@ -36,7 +37,7 @@ from fakegpu import GPU, learned, on_gpus
 from families import ROOT
 from flags import parse_words
 from learning import difference
-from model_files import family_of, shape_from
+from model_files import architecture_of, shape_from
 from parts.pictures import kinds, seeing
 from parts.pictures import rows as pictured
 from parts.pictures.engine import HELD, compare_ids, parts_of
@@ -59,7 +60,7 @@ from updates import Spy, short
 ROW = {"prompt": "q", "image": "a.png"}
 
 
-@pytest.fixture(scope="module", params=kinds.FAMILIES)
+@pytest.fixture(scope="module", params=kinds.ARCHITECTURES)
 def family(request, tmp_path_factory) -> Path:
     """The folder of each family's model and pictures."""
     if request.param != "idefics3":
@@ -104,7 +105,7 @@ def updates(world, folder: Path) -> list:
         grpo.learn(args, world, policy, samples, lr=1e-3)
     args = grpo.Args()
     critic = own.critic(model.build(own.value_model, source, world, args), world, args)
-    micro = Batch(samples).micros(world, [*range(len(samples))], 400, "values")[0]
+    micro = Batch(samples).micro_batches(world, [*range(len(samples))], 400, "values")[0]
     return [found, [name for name, part in module.named_modules() if isinstance(part, FSDPModule)],
             critic.values(micro).shape == micro.targets.shape]
 
@@ -117,7 +118,7 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
     tokens = sum(len(s.completion.ids) for s in samples)
     for A, s in zip((rewards - rewards.mean(1, keepdims=True)).flatten(), samples, strict=True):
         (-A * theirs.logprobs(s).sum() / tokens).backward()
-    tower = tuple(f"model.{name}." for name in family_of(theirs.lm.config).own.TOWER)
+    tower = tuple(f"model.{name}." for name in architecture_of(theirs.lm.config).own.TOWER)
     for size in 1, 2:
         gradients, sharded, values = ranks.results(size, updates, family, timeout=400)[0]
         for found, trains in zip(gradients, (False, True, True), strict=True):
@@ -136,8 +137,8 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
 def test_a_step_mixes_no_devices(flags, tmp_path):
     """On tensors without numbers (tests/fakegpu.py). A tower's rotary frequencies are a buffer,
     which most families leave where it is; without pictures the tower runs too."""
-    folders = [str(tmp_path / kind) for kind in kinds.FAMILIES]
-    for folder, kind in zip(folders, kinds.FAMILIES, strict=True):
+    folders = [str(tmp_path / kind) for kind in kinds.ARCHITECTURES]
+    for folder, kind in zip(folders, kinds.ARCHITECTURES, strict=True):
         tokenizer = tiny.make_tokenizer()
         tokenizer.add_tokens(squares.MARKS + squares.QWENS, special_tokens=True)
         AutoModelForImageTextToText.from_config(
@@ -153,7 +154,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
     columns, twice with a gate (Qwen2.5-VL), and hidden: 64 and 128 in these models."""
     lm, moments = model.skeleton(f"{family}/model"), []
     shape, kind = shape_from(lm), lm.config.model_type
-    towers = family_of(lm.config).stacks(lm)[1:]
+    towers = architecture_of(lm.config).stacks(lm)[1:]
     tower = sum(p.numel() for one in towers for p in one.parameters())
     assert (shape.params, shape.tower.params) == (sum(p.numel() for p in lm.parameters()), tower)
     sizes = vars(shape.tower)
@@ -234,7 +235,7 @@ def held(rng: random.Random, folder: Path) -> tuple[str, object, np.ndarray]:
 def looking(folder):
     """The eyes and the tokenizer of a model."""
     source = f"{folder}/model"
-    return kinds.load_eyes("x", source, config_of(folder)), inputs.load_tokenizer("x", source)
+    return kinds.load_eyes("x", source, config_of(folder)), preflight.load_tokenizer("x", source)
 
 
 @pytest.fixture
@@ -375,7 +376,7 @@ def test_what_does_not_fit_a_models_files_is_refused(family, tmp_path):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "text")
     with pytest.raises(SettingsError, match="--teacher t must see as --model"):
         kinds.find_eyes(args, config_of(family), source, str(tmp_path / "text"))
-    files = inputs.Inputs(str(copy), inputs.load_tokenizer("x", str(copy)), None, None, None)
+    files = preflight.Inputs(str(copy), preflight.load_tokenizer("x", str(copy)), None, None, None)
     kinds.check_template("x", files)
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": "Other"}))
@@ -402,7 +403,7 @@ def test_easyr1s_job_passes_the_checks_and_fits_by_the_plan():
         shape = shape_from(AutoModelForImageTextToText.from_config(config))
     assert shape.params == 8_292_166_656  # as the hub says
     assert not plan.problems(args, 8, 2101, 601, shape)
-    planned = plan.Memory(plan.Plan(args, 8, 2101, 601), shape, 80 * plan.GIB)
+    planned = memory.Memory(plan.Plan(args, 8, 2101, 601), shape, 80 * memory.GIB)
     assert planned.fits, planned.text()
 
 

@@ -95,7 +95,7 @@ def rows_of(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
     path, args = tmp_path / "rows.jsonl", fakes.args(sft, **flags)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = ends or [tokenizer.eos_token_id]
-    found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
+    found, note = data.load(str(path), tokenizer, args, eos_ids=ends,
                             make=partial(targets.make_row, eos_ids=ends))
     kept, words = targets.keep(found, str(path), args.max_tokens)
     return kept, note + words
@@ -325,7 +325,7 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_a_checkpoint_exports
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found, _ = real_run(
         "parts/sft/sft.py", "--data rows.jsonl --eval_data rows.jsonl --steps 2 --batch 8 "
-        "--max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --lr 3e-3 --eval_every 1 "
+        "--max_prompt_tokens 40 --max_tokens 12 --logprob_tokens 60 --lr 3e-3 --eval_every 1 "
         "--save_every 1 --lr_schedule linear")
     assert [row["lr"] for row in found if "lr" in row] == [3e-3, 1.5e-3]
     script(ROOT / "tools/export.py", "runs/x", "1", cwd=tmp_path)

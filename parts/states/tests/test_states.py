@@ -54,4 +54,4 @@ def test_it_is_refused_where_a_run_on_a_cpu_has_an_engine():
     with pytest.raises(SettingsError, match=words):
         plug.check(fakes.args(), inputs)
     plug.check(SimpleNamespace(needs_engine=False), inputs)
-    assert plug.FAMILIES[KIND] is states.Stateful
+    assert plug.ARCHITECTURES[KIND] is states.Stateful

@@ -13,7 +13,7 @@ from batch import KEYS
 from parts.trial import trial
 from ranks import on_ranks, results
 
-BUDGETS = dict(update_tokens=1024, score_tokens=1024, minibatches=2, batch=4, group=4,
+BUDGETS = dict(update_tokens=1024, logprob_tokens=1024, minibatches=2, batch=4, group=4,
                max_tokens=24, max_prompt_tokens=8, dtype="float32")
 
 
@@ -43,7 +43,7 @@ def tried(world, folder: str) -> tuple[list[str], dict[str, float]]:
     assert all(map(torch.equal, before, state()))
     assert all(p.grad is None for p in policy.module.parameters())
     for setting in "auto", "off":  # on a CPU
-        args.parts.trial.try_worst_case = setting
+        args.try_worst_case = setting
         trial.try_worst_case(run)
     return said, trial.measure_phases(run.inputs.plan, world, 320, policy)
 

@@ -29,7 +29,7 @@ def test_what_an_environment_does_with_a_turn_is_its_own_affair(tmp_path, door, 
     row = {"prompt": "p", "answer": "a", "deep": [[1], [2]]}
     move = replies.Move(row, 3, [{"role": "assistant", "content": "x"}], [])
     before = copy.deepcopy(move)
-    loaded, _ = replies.load(worker.Part("it", 1.0, str(file)), 5.0)
+    loaded, _ = replies.load(worker.RewardSpec("it", 1.0, str(file)), 5.0)
     for _ in range(2):
         (found,), (other,) = replies.score(loaded, [[move], [move]])
         assert found == other and "2" in str(found) and "1 2" in str(found), found

@@ -275,7 +275,7 @@ def test_one_worker_answers_many_coroutines_at_once_and_each_alone_if_it_ends(tm
         pool.wait()
         found = pool.ask([Move({"prompt": "q", "answer": answer}, i, [turns.said("a")], [])
                           for i, answer in enumerate(answers)], homes=[*range(4)])
-    assert [it.values[0] and it.values[0][0]["content"] for it in found] == [
+    assert [value and value[0]["content"] for (value,), _ in found] == [
         None if answer == "ends" else answer for answer in answers]
 
 

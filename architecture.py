@@ -1,8 +1,8 @@
-"""family.py: how a model_type is computed, and its sizes: here, dense text models.
+"""architecture.py: how a model_type is computed, and its sizes: here, dense text models.
 
-A Family says which class of transformers makes a model and what its files call each weight. A Shape
-has the sizes from which plan.py computes memory. model_files.family_of chooses the family. Where
-models need more, a part has a subclass of Family and of Shape.
+An Architecture says which class of transformers makes a model and what its files call each weight.
+A Shape has the sizes from which memory.py computes memory. model_files.architecture_of chooses the
+Architecture. Where models need more, a part has a subclass of Architecture and of Shape.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass
 class Shape:
-    """The sizes of a model, from which plan.py computes memory. Its parameters are counted on the
+    """The sizes of a model, from which memory.py computes memory. Its parameters are counted on the
     model itself."""
     hidden: int  # columns of the residual stream
     wide: int  # columns of the MLP that a token uses: its intermediate size
@@ -36,7 +36,7 @@ class Shape:
 
 # ---- what it computes, and what its files say ----
 
-class Family:
+class Architecture:
     """How one model_type is computed: here a dense text model. config is transformers'
     configuration object."""
     auto = "AutoModelForCausalLM"  # the class of transformers that makes it
@@ -45,7 +45,7 @@ class Family:
         self.config = config
 
     @property
-    def architecture(self) -> str:
+    def class_name(self) -> str:
         """The name of transformers' class for this model_type, such as "Qwen2ForCausalLM". It is ""
         if transformers has no causal language model of this type."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALL
@@ -70,7 +70,7 @@ class Family:
         that tensor of the file).
 
         `tensor` holds the rows of the parameter from its row `first` on: a rank has only some of
-        the rows. Here the files have each parameter as it is. A part's family may split one, or
+        the rows. Here the files have each parameter as it is. A part's subclass may split one, or
         rename it.
         """
         yield name, tensor, first

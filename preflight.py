@@ -1,4 +1,4 @@
-"""inputs.py: a run's inputs, found before weights load: model, tokenizer, rows.
+"""preflight.py: a run's inputs, found before weights load: model, tokenizer, rows.
 
 Mistakes are found here, in seconds: all flags are checked, every row of the data is read with the
 chat template, the rewards are loaded, and the memory is planned. `read_inputs` does this for a run
@@ -15,12 +15,13 @@ import data
 import dist
 import model
 import model_files
+import part
 import rewards
 from chat_template import eos_ids
 from errors import Mistakes, SettingsError, as_sentence, numbered, tell
+from memory import GIB
 from model_files import shape_from
-from part import ask, extended
-from plan import GIB, Plan, Shape, problems
+from plan import Plan, Shape, problems
 
 
 @dataclass
@@ -48,10 +49,10 @@ def show_plan(args) -> int:
     1 if the run does not fit into memory, else 0."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    size = args.plan_args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    size = args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     found = read_files(args, size, weights=False)
-    kind = extended("memory", args.memory, args, found.shape)
-    planned = kind(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    kind = part.memory(args.memory, args, found.shape)
+    planned = kind(found.plan, found.shape, args.gpu_gb * GIB)
     found.plan.memory = planned
     tell("\n  ".join([found.plan.text(), *found.notes]))
     if found.warnings:
@@ -64,7 +65,7 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
     or fetched. began: see `read_files`. SettingsError: a mistake that `read_files` finds, or on a
     CPU a run that does not fit into memory."""
     found, card = read_files(args, ranks, local_size, began), dist.card_bytes()
-    planned = extended("memory", args.memory, args, found.shape)(
+    planned = part.memory(args.memory, args, found.shape)(
         found.plan, found.shape, card, free_bytes() / local_size)
     found.plan.memory = planned
     found.kv_cache = planned.cache
@@ -103,7 +104,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     args.find_reference(inputs, weights)
     inputs.rows = args.load_rows("data", args.seed, inputs)
     inputs.eval_rows = args.load_rows("eval_data", 0, inputs)  # the same rows for any --seed
-    from_parts = sum(ask("check", args, inputs), [])
+    from_parts = part.check(args, inputs)
     args.choose_rates(inputs.shape.params)
     counts = ranks, len(inputs.rows), len(inputs.eval_rows), inputs.shape, local_size
     Mistakes(problems(args, *counts) + from_parts).stop()
@@ -181,7 +182,7 @@ def check_ends(args, inputs: Inputs) -> list[int]:
             f"{vocab:,} ids.")
     if not found and not args.needs_rollouts:
         raise SettingsError(said)
-    if not found and not args.engine_args.stop:
+    if not found and not args.stop:
         inputs.warnings[f"{said} Each runs on to --max_tokens. Would work: --stop."] = (
             "rollout/truncated_frac")
     return found
