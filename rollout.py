@@ -101,8 +101,6 @@ class Engine:
         self.metrics: dict[str, float] = {}  # of the last call of `sample`; set by parts
         self.engine_count = assert_divisible(world.size, self.args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = args.max_tokens, args.seed, False
-        # {weight name: the engine's tensor}. None: not yet searched for; {}: not found.
-        self.places = None
         max_len = inputs.plan.longest  # tokens of the longest sequence
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's progress bar
@@ -191,32 +189,13 @@ class Engine:
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
-        """Copies new weights, an iterator of (name, tensor), into the engine's tensors.
-
-        vLLM's loader does the copying. On a CPU, the first call also finds out where the loader put
-        each weight; if it finds all of them, later calls copy directly. All ranks must call it (a
+        """Has vLLM load new weights, an iterator of (name, tensor). All ranks must call it (a
         collective).
         """
-        if self.places:
-            for name, tensor in weights:
-                self.places[name].copy_(tensor)
-            self.llm.apply_model(self.finish_loading)
-            return
-        digests: dict[str, tuple] = {}
-        if not self.on_gpu:
-            weights = digested(weights, digests)
         # All weights in one call: vLLM fuses layers (q, k and v), and a call with only some of the
         # weights of a fused layer would corrupt the others.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         deque(weights, maxlen=0)  # iterating is a collective: every rank must exhaust `weights`
-        if self.places is None and not self.on_gpu:
-            [self.places] = self.llm.apply_model(partial(find_places, digests=digests))
-
-    def finish_loading(self, model) -> None:
-        """Recomputes what vLLM derives from the weights of its `model`, such as a packed copy of
-        the head."""
-        from vllm.model_executor.model_loader.utils import process_weights_after_loading
-        process_weights_after_loading(model, self.llm.model_config, self.world.device)
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
@@ -295,48 +274,6 @@ class Engine:
             torch.distributed.destroy_process_group()
 
 
-def digest(tensor: torch.Tensor) -> tuple:
-    """Returns the shape of a host tensor and a hash of its bytes. Tensors with equal digests are
-    bitwise equal."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return tuple(tensor.shape), hashlib.blake2b(data).digest()
-
-
-def digested(weights: Iterator, digests: dict[str, tuple]) -> Iterator:
-    """Yields the weights unchanged, and stores the digest of each in `digests`."""
-    for name, tensor in weights:
-        digests[name] = digest(tensor)
-        yield name, tensor
-
-
-def find_places(model, digests: dict[str, tuple]) -> dict[str, torch.Tensor]:
-    """Finds where vLLM's model stores each loaded weight. Returns {name: a parameter, or a view of
-    some of its rows}.
-
-    digests: {name: digest} of the weights. The result is {} if a weight or parameter has no bitwise
-    match because vLLM sharded, transposed, scaled or packed it. A parameter may have more rows than
-    its weights (a padded vocabulary).
-    """
-    packed, places = getattr(model, "packed_modules_mapping", {}), {}
-    for full_name, parameter in model.named_parameters(remove_duplicate=False):
-        # For example, the rows of model.layers.0.self_attn + qkv_proj + weight are those of q_proj,
-        # k_proj and v_proj, concatenated.
-        path, _, kind = full_name.rpartition(".")
-        path, _, layer = path.rpartition(".")
-        start = 0
-        for part in packed.get(layer, [layer]):
-            name = ".".join(filter(None, (path, part, kind)))
-            if name not in digests:
-                return {}
-            shape, _ = digests[name]
-            end = start + shape[0] if shape else None  # None: a scalar
-            place = parameter.data[start:end] if shape else parameter.data
-            if digest(place) != digests[name]:
-                return {}
-            places[name], start = place, end
-    return places if places.keys() == digests.keys() else {}
-
-
 def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int, int]:
     """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the most
     prompt tokens in one pass and the most completions generated at once. card: bytes of the GPU;
@@ -364,7 +301,7 @@ def block_tokens(card: int | None, longest: int) -> int:
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     """Sets the environment variables that vLLM and its libraries read on import, unless already
-    set; silences a few warnings; and, on a CPU, patches vLLM in one place (two with --tp > 1)."""
+    set; silences a few warnings; and, on a CPU with --tp > 1, patches vLLM in one place."""
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
@@ -383,15 +320,7 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     import vllm.entrypoints.llm  # noqa: F401
     for name in unseen:
         del sys.modules[name]
-    if gpu:
-        return
-    # vLLM would repack each linear layer at each sync, and drop the tensors that `take` copies
-    # into. torch's kernel uses them unpacked. With 106 million parameters, a sync takes 0.05 core
-    # seconds instead of 0.8, but 64 completions of 32 tokens take 8.0 instead of 6.2
-    # (bench/RESULTS.md).
-    from vllm.model_executor.layers.linear import LinearBase
-    LinearBase._cpu_skip_gemm_dispatch = True
-    if args.tp > 1:
+    if not gpu and args.tp > 1:
         # Use gloo between ranks: otherwise vLLM leaves its shared memory behind, and the next run
         # fails with "errno: 17".
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator

@@ -19,20 +19,22 @@ command in its line, says what else happens:
     <!-- walk: not typed: WHY -->
 
 MODEL, ROWS.jsonl, MINE.py:NAME and runs/NAME are there, and … is left out. A command within a line
-is typed once, however many pages have it. First each script is started from another folder with
---help. The walk prints a line for each command, and at the end what was not typed, and why.
+is typed once, however many pages have it. After README.md each script is started from another
+folder with --help, and two readers, each with a copy of the clone, share the other pages. The walk
+prints a line for each command, and at the end what was not typed, and why.
 """
 import argparse
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -396,20 +398,29 @@ def main() -> int:
         pages = dict.fromkeys(str(path.relative_to(origin)) for pattern in PAGES
                               for path in sorted(origin.glob(pattern)))
         pages = [page for page in pages if not options.pages or page in options.pages]
-        walk, clone = Walk(options.short, Terminal(empty, env, CAPPED * options.short)), None
-        for page in pages:
-            if page == "README.md":
-                walk.page(page, (origin / page).read_text())
-            if not clone:
-                cloned = (run for run in empty.glob("*/run.sh") if not run.parent.is_symlink())
-                clone = next(cloned, None) or walk.clone(empty)
-                start_scripts(walk, clone.parent)
-                walk.terminal.close()
-                first = "source .venv/bin/activate\n" + CAPPED * options.short
-            walk.terminal = Terminal(clone.parent, env, first)
-            if page != "README.md":
-                walk.page(page, (origin / page).read_text())
-            walk.terminal.close()
+        walk = Walk(options.short, Terminal(empty, env, CAPPED * options.short))
+        if "README.md" in pages:
+            pages.remove("README.md")
+            walk.page("README.md", (origin / "README.md").read_text())
+        cloned = (run for run in empty.glob("*/run.sh") if not run.parent.is_symlink())
+        clone = (next(cloned, None) or walk.clone(empty)).parent
+        start_scripts(walk, clone)
+        walk.terminal.close()
+
+        def read(place: Path):
+            """A reader, with a clone of their own, takes page after page."""
+            while pages:
+                page = pages.pop(0)
+                terminal = Terminal(place, env,
+                                    "source .venv/bin/activate\n" + CAPPED * options.short)
+                replace(walk, terminal=terminal).page(page, (origin / page).read_text())
+                terminal.close()
+
+        places = [clone]
+        if not options.setup:  # an environment cannot be copied to another folder
+            places.append(shutil.copytree(clone, empty / "other", symlinks=True))
+        with ThreadPoolExecutor(2) as readers:
+            list(readers.map(read, places))
     return report(walk, time.monotonic() - began)
 
 

@@ -62,20 +62,10 @@ def main(folder: str, out: str, tp: str) -> None:
         return [(list(one.outputs[0].token_ids), list(one.outputs[0].logprobs.logprobs),
                  one.num_cached_tokens) for one in engine.outputs(some, 1.0)]
 
-    def tensors() -> dict[str, torch.Tensor]:
-        """The engine's own, in vLLM's form."""
-        engine.load(policy)
-        return engine.llm.apply_model(
-            lambda lm: {name: p.clone() for name, p in lm.named_parameters()})[0]
-
     for sync in range(3):
         engine.load(policy)
         measure(f"sync {sync}")
     measure("none")
-    copied, places = tensors(), engine.places
-    with mock.patch.object(engine, "places", {}):  # by vLLM's loader
-        found["copied"] = len(places) and all(map(torch.equal, copied.values(), tensors().values()))
-    found["places"] = len(places), len([*policy.weights()])
     found["same"] = ids(few[:1]) == ids(few)[:1]
     # Groups of 8, of prompts of 43 tokens and of less than a block; each engine has a part of each.
     group = [Request(p.row.prompt_ids[:n], hash_seed(n, p.position, i))

@@ -89,7 +89,7 @@ def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> rollout.Engine:
     it = object.__new__(rollout.Engine)
     vars(it).update(
         world=World(rank, size), args=rollout.EngineArgs(tp=tp), log=Log(), engine_count=size // tp,
-        seed=7, max_tokens=9, eos_ids=[4, 6], bar=False, on_gpu=False, places=None,
+        seed=7, max_tokens=9, eos_ids=[4, 6], bar=False, on_gpu=False,
         dtype=torch.float32)
     return it
 

@@ -113,7 +113,7 @@ def test_flags(refused):
     assert refused("grpo", "wandb=''", "--wandb must not be empty")
     assert refused("grpo", "wandb='x'", "fine")
     assert refused("grpo", "logger=('a.py:b','a.py:b')",
-                   "--logger names one twice & no such file & no such file")
+                   "--logger names one twice & no such file")
 
 
 # ---- the loggers that are here
