@@ -26,9 +26,9 @@ MISSING = "strftime_now has no text for the format "
 DATED = ("{% macro strftime_now(format) %}{{ strftime_texts[format] if format in strftime_texts "
          f"else raise_exception('{MISSING}' ~ format) }}}}{{% endmacro %}}\n")
 
+KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
 # Columns that are refused if they hold a value of this type, because it belongs to the prompt and
 # would be left out. (A text column `history` is the school subject.)
-KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
 
@@ -106,14 +106,14 @@ def no_place(name: str) -> SettingsError:
 
 # ---- what begins and what ends ----
 
-def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
-    """Returns the ids of a prompt. If `plain` is True, they begin with what the tokenizer puts
+def prompt_ids(text: str, tokenizer, add_bos: bool) -> list[int]:
+    """Returns the ids of a prompt. If `add_bos` is True, they begin with what the tokenizer puts
     before a text (BOS), but do not end with what it puts after one. Otherwise it adds nothing.
     Raises a SettingsError if the prompt ends in the end token, because a completion would end
     there.
     """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if plain:
+    if add_bos:
         whole, n = tokenizer(text)["input_ids"], len(ids)
         ids = whole[:next((i + n for i in range(len(whole)) if whole[i:i + n] == ids), None)]
     if ids[1:] and ids[-1] == tokenizer.eos_token_id:

@@ -4,8 +4,9 @@
     --data mine.py:rows          a function of the seed that returns or yields rows, as dicts
     --data openai/gsm8k:main     a data set from the Hugging Face hub
 
-`load` turns each stored row into a Row: messages.py reads its columns, the tokenizer's chat
-template renders the text that the model sees, and the tokenizer its ids. A Stream then draws rows.
+CommonArgs.load_rows (flags.py) calls `load`. It gets the stored rows from `read` and turns each
+into a Row: messages.py reads its columns, the tokenizer's chat template renders the text that the
+model sees, and the tokenizer its ids. A Stream then draws rows.
 """
 import csv
 import io
@@ -170,15 +171,15 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; for plain text the tokenizer adds it.
-    ids = prompt_ids(text, tokenizer, plain=tokenizer.chat_template is None and not finished)
-    read = {"prompt": first_of((*PROMPTS, *CHATS), columns),
-            "answer": column if str(answer).strip() else None}
+    ids = prompt_ids(text, tokenizer, add_bos=tokenizer.chat_template is None and not finished)
+    origins = {"prompt": first_of((*PROMPTS, *CHATS), columns),
+               "answer": column if str(answer).strip() else None}
     if args.prompt_template:
-        read["prompt"] = "--prompt_template"
+        origins["prompt"] = "--prompt_template"
     system = first_of(("system", "system_prompt"), columns)
     if system and args.system is None and messages[0]["content"] == columns[system]:
-        read["system message"] = system
-    return Row(index, text, ids, answer, columns, source, finished, read)
+        origins["system message"] = system
+    return Row(index, text, ids, answer, columns, source, finished, origins)
 
 
 BASIC = (bool, str, int, float, bytes)
@@ -188,8 +189,9 @@ SAYING = (Decimal, Fraction, UUID, PurePath, date, time, timedelta)
 
 def plain(value, column: str):
     """Converts a stored value to Python's own types: numpy, torch and pandas values to a number or
-    list, a tuple or set to a list, a missing value to None. ValueError: it has another type, which
-    has no text to identify it at a resume."""
+    list, a tuple or set to a list, a missing value to None. column: its name, for the message; ""
+    for a whole row. ValueError: it has another type, which has no text to identify it at a resume.
+    """
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return None
     if isinstance(value, bytearray | memoryview):
@@ -236,7 +238,7 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         return (make(GENERATED_ROWS, seed, config, split or "train"),
                 f"{name}/{config}" if config else name)
     if os.path.isfile(path) and path.endswith(FILES):
-        rows = reading(spec, read_file, path)
+        rows = try_read(spec, read_file, path)
         name = "/".join(Path(path).with_suffix("").parts[-2:])  # FOLDER/FILE
     elif os.path.exists(path) or path.endswith(FILES):
         raise SettingsError(
@@ -244,13 +246,13 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
             "other formats: FILE.py:NAME, a function that returns or yields dicts, such as "
             "`def rows(seed): return datasets.load_from_disk(\"FOLDER\")`.")
     else:
-        rows = reading(spec, read_hub, name, config or None, split or "train")
+        rows = try_read(spec, read_hub, name, config or None, split or "train")
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
     return rows, name.lstrip("./")
 
 
-def reading(spec: str, function, *args) -> list[dict]:
+def try_read(spec: str, function, *args) -> list[dict]:
     """Returns function(*args). A library's exception becomes a one-sentence SettingsError, with the
     cause that `datasets` hides behind a generic error."""
     try:

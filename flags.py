@@ -336,7 +336,7 @@ class CommonArgs(DataArgs, EngineArgs, ModelArgs, OptimizerArgs, RewardArgs, Eva
 
     def load_rows(self, flag: str, seed: int, inputs, make=make_row) -> list[Row]:
         """Reads the rows of --data or --eval_data (`flag` is its name), or returns [] if it is not
-        set. inputs: an preflight.Inputs, whose notes get a sentence with the row counts. make: a
+        set. inputs: a preflight.Inputs, whose notes get a sentence with the row counts. make: a
         script's replacement for make_row."""
         spec = getattr(self, flag)
         if not spec:

@@ -1,8 +1,8 @@
 """settings.py: what a flag is: its range, rules over several flags, and all flags by name.
 
 Each component has its flags in a dataclass of its own, a subclass of `Flags`, in the file that
-reads them. The Args of a script holds these dataclasses in fields, so `args.tp` is the
-value of --tp.
+reads them. The Args of a script inherits from all of these dataclasses, so `args.tp` is the value
+of --tp.
 
 The file has three sections: the range of a number, in the type of its field; functions of one
 dataclass of flags; and functions of all flags of a script.
