@@ -100,7 +100,7 @@ class Args(flags.LossArgs, CommonArgs):
 
 def train(args: Args) -> int:
     """Runs the training loop and returns the exit status. Every rank runs every line."""
-    run = set_up(args)  # join, check, open, build, resume
+    run = set_up(args)  # join, check, read the rows, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations and run.evaluate(step):  # --stop_at is reached
@@ -176,7 +176,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     meter = Meter(world)
     policy_loss = flags.chosen("loss", args.loss).function  # from losses.py or a file
     prompts = torch.arange(len(samples)) // args.group  # (N,): the prompt of each completion
-    for rows in batch.minibatches(args.minibatches, args.epochs):
+    for rows in batch.minibatches(args.minibatches, args.epochs):  # numbers of completions
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
@@ -226,12 +226,12 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     among (N,) bool: the completions to compute; tokens of the others get NaN. All ranks must call
     this function (a collective).
     """
-    def score(model, name: str):
+    def logprobs(model, name: str):
         return batch.forward(world, args.logprob_tokens, name, lambda micro: model.logprobs(
             micro, args.temperature)[0], among)
 
-    return (score(policy, "old logprobs") if args.needs_old_logprobs else None,
-            score(reference, "reference") if args.needs_reference else None)
+    return (logprobs(policy, "old logprobs") if args.needs_old_logprobs else None,
+            logprobs(reference, "reference") if args.needs_reference else None)
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
@@ -242,16 +242,16 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
     has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & has_baseline & ~cut  # (N,)
-    counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
-              "dropped_no_baseline": scored & ~has_baseline,
-              "dropped_overlong": scored & has_baseline & cut}
+    masks = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
+             "dropped_no_baseline": scored & ~has_baseline,
+             "dropped_overlong": scored & has_baseline & cut}
     prompts = len(scored) // args.group
     differ = losses.keep_groups(batch.rewards, args.group, scored)  # (P,) bool
     return batch.tokens * keep, {
         "batch/prompts": prompts,
         "batch/groups_equal": int((~differ).sum()) / max(1, prompts) if args.group > 1 else 0.0,
         "batch/tokens": sum(p + c for _, p, c in batch.sizes),
-        **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
+        **{f"batch/{name}": int(mask.sum()) for name, mask in masks.items()}}
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):

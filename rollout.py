@@ -203,15 +203,15 @@ class Engine:
         order, the same list on every rank; rewards.score_samples fills in their texts and scores.
         Seeds depend on `purpose`, so evaluations and training use different random streams. All
         ranks must call it (a collective)."""
-        owners = [prompt for prompt in prompts for _ in range(group)]
+        repeated = [prompt for prompt in prompts for _ in range(group)]  # one per completion
         requests = []
-        for i, p in enumerate(owners):
+        for i, p in enumerate(repeated):
             seed = hash_seed(self.seed, purpose, p.position, i % group)
             requests.append(Request(p.row.prompt_ids, seed, row=p.row))
         self.world.same_phase("rollout", len(requests))
         with self.log.time("rollout"):
             completions = self.complete(requests, temperature)
-        return [Sample(*one) for one in zip(owners, completions, strict=True)]
+        return [Sample(*one) for one in zip(repeated, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """Returns one completion per request, in request order, the same list on every rank. Each

@@ -42,7 +42,7 @@ def set_up(args, kind=None) -> "Run":
     world = dist.join(args.timeout)
     folder = world.together(files.choose_folder, args, world.began)
     began = world.gather([files.began(folder, world.began)])[0]  # as rank 0 says
-    # 2. Check flags and files. Each machine has its own files, so compare them.
+    # 2. Check flags and files, and read the rows. Each machine has its own files: compare them.
     mistakes = Mistakes()
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.meet()  # one machine may fetch the model for longer than another
@@ -117,9 +117,9 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
     `saved` they continue from it. At the end parts/guards compares the log-probs of
     engine, trainer and transformers. All ranks must call it (a collective)."""
-    pool = part.pool(rewards.Pool, args, inputs.scorer.waits)
-    read = reader(inputs.tokenizer, inputs.ends)
-    scorer = pool(list(args.reward), args, read)  # its processes start now
+    pool_class = part.pool(rewards.Pool, args, inputs.scorer.waits)
+    decode = reader(inputs.tokenizer, inputs.ends)
+    scorer = pool_class(list(args.reward), args, decode)  # its processes start now
     scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state
     policy, reference, critic = build_models(args, world, inputs)
     run = (kind or Run)(
@@ -127,8 +127,8 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
         reference, critic, start=saved.state["step"] if saved else 0,
         kl_coef=vars(args).get("kl_reward_coef", 0.0))
     if args.needs_engine:
-        engine = part.engine(Engine, args, inputs.lm.config, run.dtype)
-        run.engine = engine(args, world, inputs, run_log, [policy, reference, critic])
+        engine_class = part.engine(Engine, args, inputs.lm.config, run.dtype)
+        run.engine = engine_class(args, world, inputs, run_log, [policy, reference, critic])
         run.engine.sleep()  # the trainer has the GPU
     world.together(scorer.wait)  # until a worker has loaded the rewards
     part.begin(run)
