@@ -69,7 +69,7 @@ def score_samples(pool: "Pool", world: World, log, samples: list, group: int) ->
     with log.time("reward"):
         size = group if pool.groups else 1  # completions per call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        items = [item_of(sample, pool.read) for call in world.mine(calls) for sample in call]
+        items = [item_of(sample, pool.decode) for call in world.mine(calls) for sample in call]
         pool.progress["global_step"] = max(world.step, 0)  # -1 before the first step
         scores = pool.ask(items, size)
         texts = [item.completion for item in items]
@@ -81,14 +81,14 @@ def score_samples(pool: "Pool", world: World, log, samples: list, group: int) ->
     report(pool, log, [score.error for _, score in scored], len(calls))
 
 
-def item_of(sample, read) -> Item:
+def item_of(sample, decode) -> Item:
     """Returns the Item that a worker gets for a sample: its texts, its ids and messages, the number
-    of sampled tokens, the row's answer and columns. read: the function that decodes ids.
+    of sampled tokens, the row's answer and columns. decode: a function from ids to a text.
     """
     row, completion = sample.prompt.row, sample.completion
-    words = read(completion.ids)
-    return Item(row.prompt, words, row.answer, row.columns, completion.tokens,
-                completion.truncated, completion.ids.tolist(), completion.messages(words))
+    text = decode(completion.ids)
+    return Item(row.prompt, text, row.answer, row.columns, completion.tokens,
+                completion.truncated, completion.ids.tolist(), completion.messages(text))
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
@@ -116,7 +116,7 @@ def parse(specs: list[str]) -> list[RewardSpec]:
     """Returns the RewardSpec of each word of --reward: NAME or FILE.py:FUNCTION, with :WEIGHT if
     it is not 1. Raises a SettingsError that lists all errors.
     """
-    parts, mistakes = [], []
+    rewards, mistakes = [], []
     # The rewards that the folders of parts/ add.
     added = part.merged("REWARDS")
     for spec in specs:
@@ -127,7 +127,7 @@ def parse(specs: list[str]) -> list[RewardSpec]:
         weight = math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
-        taken = [part.name for part in parts]
+        taken = [reward.name for reward in rewards]
         if path:  # reward/mean and reward/std are other metrics
             taken += ["mean", "std"]
         if not (os.path.isfile(path) if path else name in REWARDS):
@@ -137,14 +137,14 @@ def parse(specs: list[str]) -> list[RewardSpec]:
             mistakes.append(f"--reward {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
             mistakes.append(f"--reward {spec}: its weight must be a finite number.")
-        parts.append(RewardSpec(name, weight, path))
+        rewards.append(RewardSpec(name, weight, path))
     if not specs:
         mistakes.append("--reward is empty.")
     if mistakes:
         raise SettingsError("\n".join([
             *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1, such as "
             f"--reward exact format:0.2. Names: {', '.join([*REWARDS, *added])}"]))
-    return parts
+    return rewards
 
 
 def check(specs: list[str], args) -> "Pool":
@@ -256,14 +256,14 @@ class Pool:
     """Worker processes that score completions. Each has a thread in the trainer, which sends it
     calls and waits for its answers. A worker that is late or dies is killed and replaced.
 
-    specs: the words of --reward. args: the script's. read: decodes the ids of a completion into
+    specs: the words of --reward. args: the script's. decode: turns the ids of a completion into
     the text for a reward (chat_template.reader); None: `ask` gets texts.
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run
 
-    def __init__(self, specs: list[str], args, read=None):
-        self.args, self.read = args, read
+    def __init__(self, specs: list[str], args, decode=None):
+        self.args, self.decode = args, decode
         self.parts = self.parse(specs) if specs else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start
@@ -335,14 +335,14 @@ class Pool:
         sum of no rewards is 0. (If a function in TRL's format returns None, the worker makes it
         NaN: it does not apply.)
         """
-        known = {part: value for part, value in zip(self.parts, values, strict=True)
+        known = {reward: value for reward, value in zip(self.parts, values, strict=True)
                  if value is not None and not math.isnan(value)}
-        found = {part.name: known.get(part) for part in self.parts}
+        found = {reward.name: known.get(reward) for reward in self.parts}
         if not error and None in values:
             error = f"{self.parts[values.index(None)].name} returned None"
         if not error and self.parts and not known:
             error = "every reward returned None: none applies to the row"
-        total = None if error else sum((part.weight * x for part, x in known.items()), 0.0)
+        total = None if error else sum((reward.weight * x for reward, x in known.items()), 0.0)
         return Score(total, found, error)
 
     def put(self, calls: list[slice]) -> None:
@@ -411,23 +411,26 @@ class Pool:
         InterruptedError: the worker got SIGTERM, which may have ended processes that a reward
         started, so another worker must answer.
         """
-        batch, began = [self.items[call] for call in calls], time.monotonic()
-        loading, worker.new = self.loading * worker.new, False
-        worker.send((self.progress, loading, batch))
+        sent, began = [self.items[call] for call in calls], time.monotonic()
+        loading, worker.new = self.loading if worker.new else 0, False
+        worker.send((self.progress, loading, sent))
         try:
-            results = worker.receive(self.seconds(batch) + loading)
+            results = worker.receive(self.seconds(sent) + loading)
         except TimeoutError as error:
+            # If this was its first call, the next worker's may load at most half as long.
             self.loading = min(self.loading, loading / 2 or self.loading)
             raise TimeoutError(f"{error} (--reward_timeout {self.args.reward_timeout:g})") from None
         if not results:
             raise InterruptedError
-        if loading:
+        if loading:  # the next worker's first call may load four times as long as this one took
             self.loading = 4 * (time.monotonic() - began)
         for call, found in zip(calls, results, strict=True):
             self.scores[call] = [self.score(*of_item) for of_item in found]
 
     def seconds(self, batch: list[list[Item]]) -> float:
-        """Returns the time limit for these calls, in seconds: --reward_timeout per completion."""
+        """Returns the time limit for these calls, in seconds: --reward_timeout per completion.
+        batch: the items of each call.
+        """
         return self.args.reward_timeout * sum(map(len, batch))
 
     def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:

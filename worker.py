@@ -1,12 +1,12 @@
 """worker.py: the process that calls reward functions. rewards.py may kill it.
 
 It imports no torch. The parameter names of a reward's function show whether the function takes one
-completion (our form) or lists of them (TRL's form):
-docs/use/data_and_rewards.md. examples/adapters.py is for functions of verl and EasyR1.
+completion (our form) or lists of them (TRL's form): docs/use/data_and_rewards.md.
+examples/adapters.py is for functions of verl and EasyR1.
 
-The file is read in the order in which a reward is used: `Reward` is a loaded function; `find` and
-the functions below it import its file; `read_signature` reads its parameters; and `work` is the
-process, which receives completions and sends back the results.
+Top to bottom: `Reward` is a loaded function; `find` and the functions below it import its file;
+`read_signature` reads its parameters; and `work`, the last function, is the process: it receives
+completions, has `score` call the rewards, and sends back the results.
 """
 import contextlib
 import ctypes
@@ -38,15 +38,17 @@ from verifiers import GUARDS, REWARDS
 
 ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's trainer_state we have
-LOADING = SimpleNamespace(seconds=0.0)  # what the first call of a worker may take longer
+LOADING = SimpleNamespace(seconds=0.0)  # extra time for this call, if it is the first; for parts
 
 
 class Item(NamedTuple):
-    """A completion with its row, as a worker receives it."""
+    """A completion with its row, as a worker receives it. A function may declare its fields, but
+    for `row`, and the columns in `row` as parameters.
+    """
     prompt: str
     completion: str
     answer: object
-    row: dict
+    row: dict  # the columns of the data row
     tokens: int
     truncated: bool
     completion_ids: list[int] | None = None
@@ -68,11 +70,12 @@ class Reward:
     open: bool  # it takes any other argument too: it has **kwargs
     groups: bool = False  # True: one call takes all completions of a prompt, as in TRL
     words: ClassVar = ("completions", "completion", "turns")  # it needs one of these parameters
-    nothing: ClassVar = Item("", "", None, {}, 0, False)
+    nothing: ClassVar = Item("", "", None, {}, 0, False)  # for the names that `given` returns
 
     def given(self, items: list) -> dict:
         """Returns {name: argument} of all arguments that the function may declare. items: one
-        completion, or, if the function takes groups, all completions of a prompt.
+        completion, or, if the function takes groups, all completions of a prompt. For one
+        completion, a field of Item replaces a column of its name; for a group, see `as_lists`.
         """
         items = [it._replace(turns=it.turns or [{"role": "assistant", "content": it.completion}])
                  for it in items]
@@ -126,15 +129,15 @@ def fresh(value):
 
 # ---- the file ----
 
-def find(part: RewardSpec):
+def find(spec: RewardSpec):
     """Returns the function of a reward, or None if its file has no function of this name. Before a
     built-in reward is looked up, its guard (verifiers.GUARDS) is called.
     """
-    if part.path:
-        return getattr(import_file(Path(os.path.abspath(part.path))), part.name, None)
-    if part.name in GUARDS:
-        pkgutil.resolve_name(GUARDS[part.name])()
-    return pkgutil.resolve_name(REWARDS[part.name])
+    if spec.path:
+        return getattr(import_file(Path(os.path.abspath(spec.path))), spec.name, None)
+    if spec.name in GUARDS:
+        pkgutil.resolve_name(GUARDS[spec.name])()
+    return pkgutil.resolve_name(REWARDS[spec.name])
 
 
 def import_file(path: Path) -> ModuleType:
@@ -171,27 +174,27 @@ def load_file(path: Path) -> ModuleType:
 
 # ---- the parameters ----
 
-def read_signature(part: RewardSpec, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
+def read_signature(spec: RewardSpec, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
     """Reads the parameters of a reward's function. Returns a `kind`, which holds the function, and
     a list of (name of the reward, column of the row that it needs, whether each row must have it).
     Ends the worker (SystemExit) with a sentence if the file has no such function, or if its
     parameters are not those of a reward.
     """
     if function is None:
-        sys.exit(f"{part.path} has no {part.name}.")
+        sys.exit(f"{spec.path} has no {spec.name}.")
     parameters = inspect.signature(function).parameters if callable(function) else {}
     named = {name: p for name, p in parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     word = next((word for word in kind.words if word in named), None)
     if not word:
-        sys.exit(f"{part.path} needs a function {part.name} with a parameter "
+        sys.exit(f"{spec.path} needs a function {spec.name} with a parameter "
                  f"{' or '.join(kind.words)} (it has {list(named)}). For a function of verl or "
                  "EasyR1 see examples/adapters.py.")
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     reward = kind(function, list(named), any_name, word == "completions")
     given = reward.given([kind.nothing]).keys() - {"answer"}
     # A function of the user may have a use for rows without an answer.
-    return reward, [(part.name, name, name != "answer" or not part.path)
+    return reward, [(spec.name, name, name != "answer" or not spec.path)
                     for name, p in named.items() if p.default is p.empty and name not in given]
 
 
@@ -242,19 +245,19 @@ def number(value) -> float | None:
 # cannot be loaded), then one line of results for each list of calls. What a reward prints goes to
 # the trainer's output.
 
-def load(parts: list[RewardSpec]) -> tuple[list[Reward], dict]:
+def load(specs: list[RewardSpec]) -> tuple[list[Reward], dict]:
     """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
     the names of its attributes (rewards.Pool).
     """
     # Built-in rewards first: a file of the user may hide their modules.
-    built_in_first = sorted(parts, key=lambda part: part.path is not None)
-    found = {part: find(part) for part in built_in_first}
-    rewards, needs = zip(*(read_signature(part, found[part]) for part in parts), strict=True)
-    named = [*zip(parts, rewards, strict=True)]
+    built_in_first = sorted(specs, key=lambda spec: spec.path is not None)
+    found = {spec: find(spec) for spec in built_in_first}
+    rewards, needs = zip(*(read_signature(spec, found[spec]) for spec in specs), strict=True)
+    named = [*zip(specs, rewards, strict=True)]
     return [*rewards], {
         "groups": any(it.groups for it in rewards), "needs": sum(needs, []),
-        "waits": [part.name for part, it in named if it.waits],
-        "silent": [part.name for part, it in named if it.silent],
+        "waits": [spec.name for spec, it in named if it.waits],
+        "silent": [spec.name for spec, it in named if it.silent],
         "reads": sum((it.names for it in rewards), [])}
 
 
@@ -262,7 +265,7 @@ def score(rewards: list[Reward], calls: list[list]) -> list[list]:
     """Scores a list of calls. A call is a list of items: one completion, or all completions of a
     prompt. Returns for each call and each of its items [values of the rewards, an error or None].
     """
-    return [answers([found_by(reward, items) for reward in rewards]) for items in calls]
+    return [by_item([found_by(reward, items) for reward in rewards]) for items in calls]
 
 
 def found_by(reward: Reward, items: list) -> list:
@@ -272,13 +275,13 @@ def found_by(reward: Reward, items: list) -> list:
     """
     found, size = [], len(items) if reward.groups else 1
     for start in range(0, len(items), size):
-        part = items[start:start + size]
+        some = items[start:start + size]
         try:
-            found += reward.values(reward.start(part), part)
+            found += reward.values(reward.start(some), some)
         except MemoryError:  # it must end this process: what holds the memory may stay
             raise
         except Exception as error:
-            found += [failure(error)] * len(part)
+            found += [failure(error)] * len(some)
     return found
 
 
@@ -292,12 +295,12 @@ def failure(error: Exception) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))[-2000:]
 
 
-def answers(columns: list[list]) -> list[list]:
+def by_item(by_reward: list[list]) -> list[list]:
     """Transposes the results: from a list for each reward to [values of the rewards, an error or
-    None] for each item. A text in `columns` is an error, and its value becomes None.
+    None] for each item. A text in `by_reward` is an error, and its value becomes None.
     """
     made = []
-    for found in zip(*columns, strict=True):
+    for found in zip(*by_reward, strict=True):
         errors = [value for value in found if isinstance(value, str)]
         values = [None if isinstance(value, str) else value for value in found]
         made.append([values, errors[-1] if errors else None])
@@ -350,5 +353,5 @@ def work(fd: int, load=load, score=score) -> None:
     send(told)
     for progress, LOADING.seconds, calls in inbox:
         vars(TRAINER).update(progress)
-        answers = score(rewards, calls)
-        send(None if disturbed else answers)
+        results = score(rewards, calls)
+        send(None if disturbed else results)

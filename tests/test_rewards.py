@@ -452,7 +452,7 @@ def scored(world, spec):
     decoded, samples = [], [fakes.sample(i=i) for i in range(4)]
     with pool([spec]) as scorer:
         scorer.wait()
-        scorer.read = lambda ids: decoded.append(ids) or "12"
+        scorer.decode = lambda ids: decoded.append(ids) or "12"
         rewards.score_samples(scorer, world, fakes.Log(), samples, 2)
     return [(s.text, s.score.total) for s in samples], len(decoded)
 

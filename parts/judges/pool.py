@@ -20,9 +20,9 @@ class JudgeArgs(Flags):
 class JudgePool(Pool):
     module: ClassVar = "parts.judges.waiting"
 
-    def __init__(self, specs: list[str], args, read=None):
+    def __init__(self, specs: list[str], args, decode=None):
         self.retries = args.reward_retries
-        super().__init__(specs, args, read)
+        super().__init__(specs, args, decode)
 
     def what(self) -> tuple:
         """See Pool."""

@@ -30,8 +30,8 @@ class Call:
                       for it in rewards]
 
     def answers(self) -> list[list]:
-        """As of worker.answers, and for the first item the retries."""
-        made = worker.answers(self.found)
+        """As of worker.by_item, and for the first item the retries."""
+        made = worker.by_item(self.found)
         return [[*one, 0 if i else self.retries] for i, one in enumerate(made)]
 
 

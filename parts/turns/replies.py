@@ -137,7 +137,7 @@ async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list:
         raise
     except Exception:
         found = [traceback.format_exc()[-2000:]]
-    return worker.answers([found])
+    return worker.by_item([found])
 
 
 def work(fd: int) -> None:
