@@ -71,7 +71,7 @@ def cut(sizes: list[Size], budget: int) -> list[list[int]]:
         new = c - 1 if prompt == last else p + c - 1
         if not micros or new > room or p + c > keys:
             micros.append([])
-            new, room, keys = p + c, budget, KEYS * budget  # p + c: one token to spare
+            new, room, keys = p + c, budget, KEYS * budget  # p + c, as in the check above
         micros[-1].append(row)
         last, room, keys = prompt, room - new, keys - p - c
     return micros
@@ -116,7 +116,7 @@ class Segment(NamedTuple):
     start: int
     length: int
     prefix_start: int
-    prefix: int  # the number of its tokens
+    prefix: int  # the number of tokens of the prefix
 
 
 class Packed:
@@ -335,13 +335,13 @@ class Batch:
     """
 
     def __init__(self, samples: list[Sample]):
-        self.samples, done = samples, [s.completion for s in samples]
-        self.all_tokens = torch.tensor([len(c.ids) for c in done]).long()  # (N,)
-        self.tokens = torch.tensor([c.tokens for c in done]).long()  # (N,) sampled ones
-        sampled = [torch.from_numpy(c.logprobs[c.sampled]) for c in done]
-        self.engine_logprobs = torch.cat([torch.empty(0), *sampled])  # (M,)
+        self.samples, completions = samples, [s.completion for s in samples]
+        self.all_tokens = torch.tensor([len(c.ids) for c in completions]).long()  # (N,)
+        self.tokens = torch.tensor([c.tokens for c in completions]).long()  # (N,) sampled ones
+        logprobs = [torch.from_numpy(c.logprobs[c.sampled]) for c in completions]
+        self.engine_logprobs = torch.cat([torch.empty(0), *logprobs])  # (M,)
         self.places = self.split(torch.arange(int(self.tokens.sum())))  # N parts of 0, …, M - 1
-        self.truncated = torch.tensor([c.truncated for c in done]).bool()  # (N,)
+        self.truncated = torch.tensor([c.truncated for c in completions]).bool()  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
@@ -428,29 +428,29 @@ NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.z
 class MicroBatch:
     """A micro-batch: rows of the batch as one packed input, and their n sampled tokens.
 
+    rows: their numbers in the batch. row (n,): the number of each token's completion within `rows`.
     inputs: the arguments of the model. The output at input token source[i] predicts the id
-    targets[i]; only `pack` shifts by one. row (n,): the number of each token's completion within
-    `rows`. Without rows, the model computes one dummy token and n is 0, so the gradient of a sum
-    over the sampled tokens is 0.
+    targets[i]; only `pack` shifts by one. Without rows, the model computes one dummy token and n is
+    0, so the gradient of a sum over the sampled tokens is 0.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
         self.batch, self.rows, self.device = batch, rows, device
         self.samples = [batch.samples[row] for row in rows]
-        done = [s.completion for s in self.samples] or [NOTHING]
+        completions = [s.completion for s in self.samples] or [NOTHING]
         prompts = [s.prompt.row.prompt_ids for s in self.samples] or [[0]]
         owners = [batch.sizes[row][0] for row in rows] or [0]
-        completions = [torch.from_numpy(c.ids).long() for c in done]
-        ids, positions, packed, sources = pack(owners, prompts, completions, device)
+        completion_ids = [torch.from_numpy(c.ids).long() for c in completions]
+        ids, positions, packed, sources = pack(owners, prompts, completion_ids, device)
         self.size = ids.numel()  # S, the number of input tokens
         self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
                        "position_ids": to_device(positions, device)}
-        sampled = torch.cat([torch.from_numpy(c.sampled) for c in done])
+        sampled = torch.cat([torch.from_numpy(c.sampled) for c in completions])
         self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
-        self.targets = to_device(torch.cat(completions)[sampled], device)  # (n,)
-        counts = torch.tensor([c.tokens for c in done])
+        self.targets = to_device(torch.cat(completion_ids)[sampled], device)  # (n,)
+        counts = torch.tensor([c.tokens for c in completions])
         # (n,): the number of each token's completion within `rows`
-        self.row = to_device(torch.arange(len(done)).repeat_interleave(counts), device)
+        self.row = to_device(torch.arange(len(completions)).repeat_interleave(counts), device)
         # (n,): the index of each token in an (M,) vector of the batch
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
         self.engine_logprobs = self.take(batch.engine_logprobs)  # (n,)

@@ -45,9 +45,9 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool
     def some(hidden, targets):
         """Computes the same for some of the tokens."""
         logits = head(hidden)
-        formula = compiled() if logits.is_cuda else of_logits
+        function = compiled() if logits.is_cuda else of_logits
         # A copy: a view's storage offset would be part of the compiled graph.
-        return formula(logits, targets.clone(), temperature, entropy)
+        return function(logits, targets.clone(), temperature, entropy)
 
     return in_chunks(some, chunk, hidden, targets)
 
@@ -171,21 +171,21 @@ def build(kind, folder: str, world: World, args, trained: bool = True):
     (a collective). kind: its class. args: the script's Args. A model that is not trained has no
     float32 master weights. SettingsError: the files have missing or unexpected weights, or values
     that are not finite."""
-    own, sizes, dims = args, (world.size,), None
-    compute = compute_dtype(own, world.device)
+    sizes, dims = (world.size,), None
+    compute = compute_dtype(args, world.device)
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
     names = names_in_files(lm, folder)
     root = kind(lm, args).eval()  # eval: without dropout, like the engine
     root.names = names
-    if own.shard_size not in (0, world.size):
-        sizes, dims = (world.size // own.shard_size, own.shard_size), ("replicate", "shard")
+    if args.shard_size not in (0, world.size):
+        sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
-    offload = own.cpu_offload or (not trained and "reference" in own.offload)
+    offload = args.cpu_offload or (not trained and "reference" in args.offload)
     # FSDP shards the root and the first ModuleList of each module that the Architecture names.
     layers = [layer for stack in root.architecture.stacks(lm)
               for layer in next((m for m in stack.modules() if isinstance(m, nn.ModuleList)), [])]
-    shard(root, layers, mesh, compute, master, own.checkpointing, offload)
+    shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     for module in lm.modules():  # non-persistent buffers (rotary frequencies) are in no file
         if module._non_persistent_buffers_set:
@@ -335,20 +335,19 @@ class Trained:
         self.moving = args.offload
         if next(module.parameters()).device.type == "cpu":  # already on the host
             self.moving = ()
-        own = args
-        self.max_grad_norm = own.max_grad_norm or math.inf
+        self.max_grad_norm = args.max_grad_norm or math.inf
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=own.betas,
-                                           weight_decay=own.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
+                                           weight_decay=args.weight_decay, fused=True)
 
     def inputs(self, micro: MicroBatch) -> dict:
         """Returns the module's inputs for a micro-batch. A part may add to them."""
         return micro.inputs
 
-    def run(self, micro: MicroBatch, *inputs):
-        """Runs the module's forward on a micro-batch and returns its output. All ranks must call it
-        (a collective)."""
-        out = self.module(self.inputs(micro), micro.source, *inputs)
+    def run(self, micro: MicroBatch, *more):
+        """Runs the module's forward on a micro-batch and returns its output. more: the forward's
+        arguments after `source`. All ranks must call it (a collective)."""
+        out = self.module(self.inputs(micro), micro.source, *more)
         if not torch.is_grad_enabled():  # FSDP frees the root's full weights in the backward pass
             self.module.reshard()
         return out
