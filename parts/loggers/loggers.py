@@ -27,7 +27,7 @@ class LogArgs(Flags):
     """Your own FILE.py:NAME, such as parts/loggers/to_tensorboard.py:TensorBoard, which gets each
     row of metrics. Any number of them."""
     wandb: str | None = None
-    """A Weights & Biases project, such as samestep. Offline without a key."""
+    """A Weights & Biases project; without a name, samestep. Offline without a key."""
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""

@@ -1,3 +1,11 @@
 """TensorBoard, trackio, Weights & Biases, or a logger of your own (README.md)."""
 from parts.loggers.loggers import LogArgs as Flags  # noqa: F401
 from parts.loggers.loggers import begin  # noqa: F401
+
+
+def words(given):
+    """--wandb without a project is --wandb samestep."""
+    found = []
+    for word, after in zip(given, [*given[1:], "--"], strict=True):
+        found += [word, "samestep"] if word == "--wandb" and after.startswith("--") else [word]
+    return found

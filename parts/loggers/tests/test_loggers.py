@@ -4,6 +4,7 @@ import json
 import pytest
 
 from life import Life
+from parts.loggers import plug
 
 OWN = """import json
 def own(folder, *, settings):
@@ -114,6 +115,9 @@ def test_flags(refused):
     assert refused("grpo", "wandb='x'", "fine")
     assert refused("grpo", "logger=('a.py:b','a.py:b')",
                    "--logger names one twice & no such file")
+    for given, read in ("--wandb", ["--wandb", "samestep"]), ("--wandb mine --steps 3", None), (
+            "--wandb --steps 3", ["--wandb", "samestep", "--steps", "3"]), ("--wandb=x", None):
+        assert plug.words(given.split()) == (read or given.split())
 
 
 # ---- the loggers that are here
