@@ -5,7 +5,6 @@ Rank 0 writes. A failure of optional output (samples, the curve) never ends a ru
 Top to bottom: Log (lines, metrics.jsonl), Meter (means of metrics over tokens), samples, and
 the grade at the end. metrics.py has the definition of every metric, files.py the run's folder.
 """
-import io
 import json
 import math
 import platform
@@ -415,14 +414,3 @@ def grade(run_log: Log, flags) -> bool:
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
     return missed
-
-
-def draw_curve(run_log: Log):
-    """Draws curve.png, on rank 0, if the run has rewards."""
-    if not any(row.get("reward/mean") is not None for row in run_log.rows):
-        return
-    with run_log.decoration("curve.png is not written"):
-        from tools import plot
-        picture = io.BytesIO()
-        plot.draw([plot.runs_in(run_log.folder)], picture)
-        write_whole(run_log.folder / "curve.png", picture.getvalue())

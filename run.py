@@ -303,8 +303,8 @@ class Run:
 
     def finish(self) -> int:
         """Makes the last evaluation. After training it then exports the model, calls the parts'
-        end(run), grades the run, and writes done.json and curve.png. Returns the exit status: 1 if
-        a grade was missed, else 0. All ranks must call it (a collective)."""
+        end(run), grades the run, and writes done.json. Returns the exit status: 1 if a grade was
+        missed, else 0. All ranks must call it (a collective)."""
         missed, flags, end = False, self.args, self.end
         if self.reached is not None:
             end = self.reached
@@ -317,7 +317,6 @@ class Run:
             part.end(self)
             missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(end, flags.stop_at if self.reached is not None else None)
-            log.draw_curve(self.log)
         self.world.meet()  # only rank 0 has written the files
         missed = self.world.any_rank(missed)
         if left := [text for text, metric in self.inputs.warnings.items()

@@ -416,7 +416,7 @@ def fill(it: log.Log) -> None:
 @pytest.mark.parametrize("file, write, ends", [
     ("metrics.jsonl", lambda it: it.step(2, {"reward/mean": 0.6}), True), ("model", fill, True),
     ("samples/x.jsonl", lambda it: log.write_samples(it, "x", [fakes.sample(text="y" * 999)]),
-     False), ("curve.png", log.draw_curve, False)])
+     False)])
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, capsys, file, write, ends):
     """It ends the run in a sentence, or, where a file only decorates the run, costs a line."""
     with opened(tmp_path) as it:

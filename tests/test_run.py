@@ -264,7 +264,6 @@ def test_it_ends_graded_and_leaves_what_the_pages_list(made):
     assert read(folder / "args.json")["versions"]["torch"].startswith("2.")
     assert read(folder / "done.json") == {"steps": STEPS}
     assert "2 ranks" in (folder / "plan.txt").read_text()
-    assert (folder / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert {path.name for path in folder.glob("checkpoints/*")} == {
         "step_10" if reached else "step_12", "step_13"}
     AutoModelForCausalLM.from_pretrained(folder / "model")

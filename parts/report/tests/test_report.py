@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+import resource
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import fakes
+import log
 from fakes import write_run
 from metrics import METRICS
 from part import asked
@@ -92,8 +94,26 @@ def test_a_run_writes_the_page_of_its_samples_and_metrics(real_run, tmp_path):
         assert [x for x in run["curves"][name] if x is not None] == [
             row[name] for row in rows if name in row] != []
     assert {info["kind"] for info in head["blocks"]} == {"step", "evaluation"}
+    assert (folder / "curve.png").read_bytes()[:4] == b"\x89PNG"
     rows = [made_up(0, *"abcd"), made_up(1, *"ef", advantage=None)]
     checked(*unpacked(write_page(folder := run_of(tmp_path / "b", 3, rows))), folder)
+
+
+def test_a_full_disk_leaves_no_half_of_the_curve(tmp_path, capsys):
+    """It costs a line, and the run ends well."""
+    folder = run_of(tmp_path / "x", 2, [made_up(0, "a")])
+    it = log.Log(folder, fakes.World(), 2)
+    it.rows = [{"step": 1, "reward/mean": 0.5}]
+    run = SimpleNamespace(log=it, args=fakes.args(report=False))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    try:
+        plug.end(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert "curve.png is not written: NotWritten: " in capsys.readouterr().out
+    assert not (folder / "curve.png").exists()
+    plug.end(run)
+    assert (folder / "curve.png").exists()
 
 
 def test_what_has_no_room_is_named(tmp_path, monkeypatch):
