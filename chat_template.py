@@ -206,8 +206,8 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
 
     def written(*roles: str) -> list[list[str]]:
         """Renders a chat with these roles and one word in each message. Returns the control tokens
-        that come directly before the first message, between two neighbours and after the last one.
-        The name of a role may be among them.
+        with which the text begins, and those that directly follow each message. In the text, the
+        name of a role may precede the last of them.
         """
         text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
         if tokenizer.chat_template:

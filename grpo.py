@@ -176,7 +176,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     meter = Meter(world)
     policy_loss = flags.chosen("loss", args.loss).function  # from losses.py or a file
     prompts = torch.arange(len(samples)) // args.group  # (N,): the prompt of each completion
-    for rows in batch.minibatches(args.minibatches, args.epochs):  # numbers of completions
+    for rows in batch.minibatches(args.minibatches, args.epochs):  # indices of completions
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,

@@ -257,7 +257,7 @@ class Meter:
         self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token in the loss: no step
-        self.in_loss = 0.0  # weight of all tokens in the loss, if not all of them are added
+        self.in_loss = 0.0  # weight of the tokens in the loss, of all ranks; 0: all are added
 
     def add(self, weights, metrics):
         """Adds the tokens of one micro-batch. metrics {name: (n,)} are averaged with weights (n,);

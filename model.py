@@ -236,7 +236,7 @@ def whole(tensor):
 class Model(nn.Module):
     """A transformers language model, `lm`, with its Architecture. FSDP shards this module."""
     frozen = False  # True: the files' weights are frozen; only what a part adds is trained
-    names: dict[str, str]  # {tensor: its name in the files} (model_files.names_in_files)
+    names: dict[str, str]  # {name in Policy.weights: name in the folder's files} (names_in_files)
 
     def __init__(self, lm, args):
         """lm is the `skeleton` of a folder. args is the script's Args."""
@@ -407,9 +407,9 @@ class Policy(Trained):
                 yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def weights(self, dtype=None):
-        """Yields (name in the files, full tensor) for each weight, one at a time, in `dtype` or its
-        own. One weight of the model may be several in the files (Architecture.pieces). All ranks
-        must exhaust it (a collective)."""
+        """Yields (name, full tensor) for each weight, one at a time, in `dtype` or its own. One of
+        the model may be several here, as in files (Architecture.pieces), but the folder's files may
+        have other names (Model.names). All ranks must exhaust it (a collective)."""
         for name, value in self.stored(dtype):
             for there, piece, _ in self.module.architecture.pieces(name, value):
                 yield there, piece

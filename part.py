@@ -3,8 +3,8 @@
 A part is a folder of parts/ with its code, its tests and its page. `rm -r parts/NAME` removes it
 completely, because no other file names it. The file plug.py of a part defines some of the names in
 PLACES, and the core asks all parts, in the alphabetical order of their names, by the function of
-that name here: its docstring says what a part may define. The two names in capitals that have no
-function, and `Flags`, are collected by `asked`:
+that name here: its docstring says what a part may define. Four names have no function here: what
+parts define there is collected by `asked` or `merged`:
 
     Flags           a dataclass of flags (settings.Flags), which every Args inherits: a heading of
                     --help
@@ -158,7 +158,9 @@ def begin(run) -> None:
 
 
 def ready(run) -> None:
-    """ready(run) of a part is called when models and engine have the weights of the first step."""
+    """ready(run) of a part is called when the models have the weights of the first step. The engine
+    gets them in `generating`.
+    """
     ask("ready", run)
 
 

@@ -8,7 +8,7 @@ Each completion has its own seed, so up to rounding the samples do not depend on
 or on how requests are split over engines.
 
 Top to bottom: the flags; Engine (weights in: `load`, `take`; completions out: `sample`, `complete`,
-`generate`); where vLLM's model stores each weight; and the environment variables that vLLM reads.
+`generate`); its limits, which the plan needs too; and the environment variables that vLLM reads.
 """
 import hashlib
 import logging
