@@ -26,7 +26,7 @@ MISSING = "strftime_now has no text for the format "
 DATED = ("{% macro strftime_now(format) %}{{ strftime_texts[format] if format in strftime_texts "
          f"else raise_exception('{MISSING}' ~ format) }}}}{{% endmacro %}}\n")
 
-KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # columns for the template
+KEYS = ("tools", "chat_template_kwargs", "system", "system_prompt")  # for parts: columns of a chat
 # Columns that are refused if they hold a value of this type, because it belongs to the prompt and
 # would be left out. (A text column `history` is the school subject.)
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,

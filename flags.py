@@ -126,7 +126,7 @@ TAKES = {  # arguments of such a function: the positional ones, and those by nam
 
 class Chosen(NamedTuple):
     """A function of --loss or --advantage, built in or from a file, with that file's settings."""
-    function: Callable
+    function: Callable  # not called for a built-in advantage: see grpo.compute_advantages
     refuses: Callable | None = None  # args → why they do not fit the function, or None
     per: str = "completion"  # or token: what an advantage has one number for
     least: int = 1  # how many scored completions an advantage needs in a group

@@ -383,7 +383,7 @@ class Policy(Trained):
 
     def __init__(self, module, world, args):
         super().__init__(module, world, args)
-        self.metrics: dict[str, float] = {}  # of the last step; a loop adds them to its own
+        self.metrics: dict[str, float] = {}  # of the last step; set by parts
         # vLLM rejects the head of Gemma 2, which is tied.
         gemma2 = type(module.lm).__name__.startswith("Gemma2")
         self.left_out = {"lm_head.weight"} if gemma2 else set()

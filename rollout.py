@@ -1,7 +1,7 @@
 """rollout.py: the colocated vLLM engine: new weights go in, completions come out.
 
 Each rank runs an engine in its own process, on the trainer's GPU. Engine and trainer take turns:
-`Engine.generating` moves the trainer's tensors off the GPU, wakes the engine and loads the new
+`Engine.generating` moves what --offload lists to the host, wakes the engine and loads the new
 weights into it; afterwards the engine sleeps. With --tp K, K consecutive ranks form one engine.
 
 Each completion has its own seed, so up to rounding the samples do not depend on the number of ranks
@@ -156,7 +156,7 @@ class Engine:
         torch.cuda.empty_cache()  # vLLM cannot use memory that torch caches
 
     def sleep(self) -> None:
-        """Puts the engine to sleep at --sleep_level, and moves the trainer's tensors back to the
+        """Puts the engine to sleep at --sleep_level, and moves what --offload lists back to the
         GPU."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)

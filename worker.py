@@ -270,8 +270,8 @@ def score(rewards: list[Reward], calls: list[list]) -> list[list]:
 
 def found_by(reward: Reward, items: list) -> list:
     """Returns for each item what a reward gave: a number, None, or a text that describes an error.
-    If the reward takes groups, one call scores all items; otherwise each item has a call. A
-    MemoryError is raised again.
+    A function that takes groups is called once for all items. Any other is called once for each,
+    also if `items` is a group because another reward takes groups. A MemoryError is raised again.
     """
     found, size = [], len(items) if reward.groups else 1
     for start in range(0, len(items), size):
