@@ -14,7 +14,7 @@ periodic updates of the reference model.
 
 Read `train`, then `learn`. The formulas are in losses.py and variants/. Shapes: P prompts, G
 completions per prompt, N = P·G completions in request order, and M sampled tokens, concatenated
-over the completions. Every rank has all of them. A micro-batch has n of the M tokens.
+over the completions. All of these are the same on every rank. A micro-batch has n of the M tokens.
 """
 from contextlib import nullcontext
 from copy import deepcopy
@@ -115,7 +115,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run.scorer, run.world, run.log, samples, args.group)
                 kept, refused = samples, {}
-                if args.dynamic_sampling:  # sample more prompts, and keep groups that differ
+                if args.dynamic_sampling:  # sample prompts until enough groups differ
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
@@ -128,7 +128,7 @@ def train(args: Args) -> int:
 
         run.log.step(step + 1, metrics)
         run.record(step, samples)  # in samples/
-        run.log.watch(metrics)  # non-finite gradients
+        run.log.watch(metrics)  # raises after repeated non-finite gradients
         run.after_step(step + 1)  # save a checkpoint if due; exit after SIGTERM
     return run.finish()  # the last evaluation, the export, --target_reward
 
@@ -184,7 +184,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         if not weights.any():  # no token in the loss, so no optimizer step
             meter.skipped += 1
             continue
-        # Metrics named loss/… are means over all tokens in the loss; others, over those computed.
+        # Metrics named loss/… average over all tokens in the loss, others over the computed ones.
         meter.in_loss += float(weights @ loss_tokens.double())
         # If no rows are left, still take the step: the gradient is 0, but momentum is not.
         rows = [r for r in rows if learns[r]]
@@ -199,7 +199,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
                                             **args.bounds)
-                if args.engine_correction != "none":  # of the policy loss, not of KL or entropy
+                if args.engine_correction != "none":  # not of the KL and entropy terms
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
@@ -222,9 +222,8 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     reference model: (M,) each, in nats, or None if not needed.
 
     With one update per rollout, the update's own forward pass gives log π_old, so the ratio is
-    exactly 1 (unless the advantage needs log π_old earlier).
-    among (N,) bool: the completions to compute; tokens of the others get NaN. All ranks must call
-    this function (a collective).
+    exactly 1 (unless the advantage needs log π_old earlier). among (N,) bool: the completions to
+    compute; tokens of the others get NaN. All ranks must call this function (a collective).
     """
     def logprobs(model, name: str):
         return batch.forward(world, args.logprob_tokens, name, lambda micro: model.logprobs(
@@ -238,7 +237,7 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
     """Returns how many tokens of each completion are in the loss, (N,), and the metrics batch/…:
     batch sizes and the number of completions dropped, by reason."""
     scored = batch.scored  # (N,) bool
-    least = flags.chosen("advantage", args.advantage).least  # scored completions a group needs
+    least = flags.chosen("advantage", args.advantage).least  # scored completions a group must have
     has_baseline = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & has_baseline & ~cut  # (N,)
@@ -282,8 +281,8 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
 
 def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs):
     """Calls the function of --advantage FILE.py:NAME and returns the advantages, (M,).
-    variants/__init__.py describes its arguments. SettingsError: it does not return one finite
-    number per completion (or per token, if the file sets PER so)."""
+    variants/__init__.py describes its arguments. Raises SettingsError if it does not return one
+    finite number per completion (or per token, if the file says PER = "token")."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
     chosen = flags.chosen("advantage", args.advantage)
@@ -305,7 +304,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
     """Applies DAPO's dynamic sampling. Returns the samples to train on, and how many samples
     were left out, by reason.
 
-    Keeps the groups whose rewards differ. While it has fewer than --batch, appends a rollout of
+    Keeps the groups whose rewards differ. While there are fewer than --batch, appends a rollout of
     new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, section 3.2
     """
     kept, looked_at = [], 0

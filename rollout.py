@@ -128,8 +128,8 @@ class Engine:
         """Returns the arguments of vllm.LLM that differ between GPU and CPU. max_len: the longest
         sequence, in tokens."""
         tokens, seqs = engine_limits(self.args, card_bytes(), max_len)
-        # With chunked prefill, vLLM computes prompts in chunks and rewinds their random generators.
-        # On a CPU that fails in any call with more than 4,096 prompt tokens. None: the default.
+        # With chunked prefill, vLLM computes prompts in chunks and rewinds their random generators,
+        # which on a CPU fails in any call with more than 4,096 prompt tokens. None: the default.
         return {"enforce_eager": self.args.eager or not self.on_gpu,
                 "enable_chunked_prefill": None if self.on_gpu else False,
                 "block_size": None if self.on_gpu else block_tokens(None, max_len),
@@ -173,7 +173,7 @@ class Engine:
     def changing(self):
         """Context manager for loading new weights into the engine. On entry it wakes the engine's
         weights, on exit its key-value cache, which is then empty."""
-        if self.asleep:  # waking the cache here too could run out of memory during the sync
+        if self.asleep:  # with the cache awake, the sync could run out of memory
             self.llm.wake_up(tags=["weights"])
         yield
         if self.asleep:
@@ -183,7 +183,7 @@ class Engine:
 
     def forget(self) -> None:
         """Clears the prefix cache, which was computed with the old weights: in an experiment,
-        log-probs after a stale prefix were off by 0.5 nats. Raises RuntimeError if vLLM could not
+        log-probs after a stale prefix were off by 0.5 nats. Raises RuntimeError if vLLM cannot
         clear it."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
@@ -264,7 +264,7 @@ class Engine:
     def close(self) -> None:
         """Shuts down the engine and the process group, unless the engine is asleep. It must be the
         last call of a run. All ranks must call it (a collective)."""
-        self.world.end()  # without its barrier FSDP's threads may abort
+        self.world.end()  # a barrier; without it, FSDP's threads may abort
         # The end of the process (dist.run) cleans up a sleeping engine: its shutdown would free
         # memory that sleep has already freed, with a CUDA error for each block.
         if self.asleep:
@@ -275,9 +275,9 @@ class Engine:
 
 
 def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int, int]:
-    """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the most
-    prompt tokens in one pass and the most completions generated at once. card: bytes of the GPU;
-    None on a CPU. longest: tokens of the longest sequence, which on a CPU must fit in one pass.
+    """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the maximum
+    number of prompt tokens in one pass, and of completions generated at once. card: bytes of the
+    GPU; None on a CPU. longest: tokens of the longest sequence, which on a CPU must fit in one pass.
 
     These are vLLM's defaults (get_batch_defaults in engine/arg_utils.py), except on an 80 GB A100,
     where vLLM uses the smaller ones.
@@ -306,7 +306,7 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
         # vLLM would pin all ranks of a machine to the same cores. Compilation would add 10 s to the
-        # first call; TORCH_COMPILE_DISABLE is too late: importing FSDP has already read it.
+        # first call. TORCH_COMPILE_DISABLE has no effect here: importing FSDP has already read it.
         env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     if len(tempfile.gettempdir()) > 60:  # a socket path has at most 107 characters
         env["VLLM_RPC_BASE_PATH"] = "/tmp"
@@ -314,7 +314,7 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # no Triton on a CPU
         logging.getLogger(name).setLevel(logging.ERROR)
-    # vLLM works without these (audio, tracing). Making their import fail saves a second.
+    # vLLM works without these modules (audio, tracing). Making their import fail saves a second.
     unseen = {"scipy.signal", "opentelemetry.exporter"} - sys.modules.keys()
     sys.modules |= dict.fromkeys(unseen)
     import vllm.entrypoints.llm  # noqa: F401
