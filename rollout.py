@@ -277,7 +277,7 @@ class Engine:
 def engine_limits(args: EngineArgs, card: int | None, longest: int) -> tuple[int, int]:
     """Returns (max_num_batched_tokens, max_num_seqs) for the plan and the engine: the maximum
     number of prompt tokens in one pass, and of completions generated at once. card: bytes of the
-    GPU; None on a CPU. longest: tokens of the longest sequence, which on a CPU must fit in one pass.
+    GPU; None on a CPU. longest: tokens of the longest sequence; on a CPU it must fit in one pass.
 
     These are vLLM's defaults (get_batch_defaults in engine/arg_utils.py), except on an 80 GB A100,
     where vLLM uses the smaller ones.
