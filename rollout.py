@@ -262,10 +262,10 @@ class Engine:
         return Completion(ids, logprobs, output.finish_reason == "length")
 
     def close(self) -> None:
-        """Shuts down the engine and the process group, unless the engine is asleep. It must be the
-        last call of a run. All ranks must call it (a collective)."""
+        """Shuts down the engine and the process group, unless the engine is asleep. This must be
+        the last call of a run. All ranks must call it (a collective)."""
         self.world.end()  # a barrier; without it, FSDP's threads may abort
-        # The end of the process (dist.run) cleans up a sleeping engine: its shutdown would free
+        # A sleeping engine is left to the end of the process (dist.run): its shutdown would free
         # memory that sleep has already freed, with a CUDA error for each block.
         if self.asleep:
             return
