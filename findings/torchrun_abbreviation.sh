@@ -28,3 +28,12 @@ expected="--log: status 2, ambiguous option: --log
 --log-dir: status 0, the script got ['--log-dir', 'x']
 --logger: status 0, the script got ['--logger', 'x']"
 [ "$(cat all.txt)" = "$expected" ] || { echo "the behaviour changed" >&2; exit 1; }
+
+# Seen on 29 November 2026:
+#   Python 3.11.7
+#   numpy==2.3.5
+#   torch==2.13.0+cpu
+#   --log: status 2, ambiguous option: --log
+#   --standal: status 0, the script got ['--standal', 'x']
+#   --log-dir: status 0, the script got ['--log-dir', 'x']
+#   --logger: status 0, the script got ['--logger', 'x']
