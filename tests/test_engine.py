@@ -72,7 +72,7 @@ from types import SimpleNamespace
 import torch
 import rollout
 try:
-    rollout.Engine(SimpleNamespace(),
+    rollout.Engine(SimpleNamespace(tp=1),
                    SimpleNamespace(device=torch.device("cpu")), None, None, [])
 except AttributeError as error:  # behind the imports
     assert "'dtype'" in str(error), error

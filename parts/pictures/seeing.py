@@ -27,7 +27,7 @@ class Seeing(Architecture):
         self.own = ARCHITECTURES[config.model_type]
 
     @property
-    def architecture(self) -> str:
+    def class_name(self) -> str:
         """See Architecture."""
         return f"{NAMES[self.config.model_type]}ForConditionalGeneration"
 

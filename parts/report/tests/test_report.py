@@ -135,7 +135,8 @@ def test_what_has_no_room_is_named(tmp_path, monkeypatch):
     assert [b["lacks"] == "completions" for b in head["blocks"]] == [not b for b in blocks]
     read = []
     monkeypatch.setattr(report, "page", lambda *given, most_read: read.append(most_read) or "")
-    log = SimpleNamespace(writing=True, folder=tmp_path, decoration=lambda what: nullcontext())
+    log = SimpleNamespace(writing=True, folder=tmp_path, rows=[],
+                          decoration=lambda what: nullcontext())
     plug.end(SimpleNamespace(args=fakes.args(), log=log))
     assert read == [report.AT_THE_END] and (tmp_path / "report.html").exists()
 
