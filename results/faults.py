@@ -55,7 +55,7 @@ RULES = {number: Fault(str(number), *patch, **more) for number, (*patch, more) i
         "micros = micros or [[]]", dict(flags="--batch 1 --group 2", ranks=3)),
     5: ("batch.py", "if not micros or new > room or p + c > keys:", "if prompt != last:",
         dict(flags="--update_tokens 80")),
-    6: ("grpo.py", 'rows, args.update_tokens, "update"', 'rows, args.score_tokens, "update"',
+    6: ("grpo.py", 'rows, args.update_tokens, "update"', 'rows, args.logprob_tokens, "update"',
         dict(flags="--update_tokens 1024")),
     7: ("batch.py", "rows[share(len(rows), count, k)]",
         "rows[k * (len(rows) // count):(k + 1) * (len(rows) // count)]",
@@ -83,12 +83,12 @@ RULES = {number: Fault(str(number), *patch, **more) for number, (*patch, more) i
          'return Completion(ids[:-1], logprobs[:-1], output.finish_reason == "length")', {}),
     19: ("chat_template.py", "ids = ids if isinstance(ids, list) else [ids]",
          "ids = ids[:1] if isinstance(ids, list) else [ids]", {}),
-    20: ("data.py", "plain=tokenizer.chat_template is None and not finished", "plain=True", {}),
+    20: ("data.py", "add_bos=tokenizer.chat_template is None and not finished", "add_bos=True", {}),
     21: ("model.py", "logits = logits / temperature", "pass", dict(flags="--temperature 0.7")),
     22: ("model.py", "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))",
          "pass", dict(flags="--dtype bfloat16")),
-    23: ("batch.py", "[torch.from_numpy(c.logprobs[c.sampled]) for c in done]",
-         "[torch.from_numpy(c.logprobs[:c.tokens]) for c in done]",
+    23: ("batch.py", "[torch.from_numpy(c.logprobs[c.sampled]) for c in completions]",
+         "[torch.from_numpy(c.logprobs[:c.tokens]) for c in completions]",
          dict(flags=f"{GAME} --engine_correction truncate")),
     # ---- from rewards to advantages
     24: ("batch.py", "[r is not None for r in rewards]", "[True for r in rewards]",
@@ -184,7 +184,7 @@ def published(name, repository, number, kind, *patch, **more) -> Fault:
 PUBLISHED = [
     published("divided twice", "modelscope/ms-swift", 10117, LOSS, "grpo.py",
               "w = micro.per_token(weights)",
-              "parts = len(batch.micros(world, rows, args.update_tokens, \"count\"))\n"
+              "parts = len(batch.micro_batches(world, rows, args.update_tokens, \"count\"))\n"
               "                w = micro.per_token(weights) / parts",
               flags="--update_tokens 1024"),
     published("larger minibatch than batch", "verl-project/verl", 5625, LOSS, "losses.py",
@@ -294,8 +294,8 @@ SOUND = [Fault(name, *patch) for name, *patch in (
     ("sums in float64", "grpo.py", "policy.backward((w * loss).sum())",
      "policy.backward((w.double() * loss.double()).sum())"),
     ("micro-batches backwards", "grpo.py",
-     'for micro in batch.micros(world, rows, args.update_tokens, "update"):',
-     'for micro in batch.micros(world, rows, args.update_tokens, "update")[::-1]:'),
+     'in batch.micro_batches(world, rows, args.update_tokens, "update"):',
+     'in batch.micro_batches(world, rows, args.update_tokens, "update")[::-1]:'),
     ("another name", "grpo.py",
      "total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each completion's "
      "tokens\n    learns = ((total > 0)",

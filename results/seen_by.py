@@ -267,6 +267,8 @@ def ask(tree: Tree, fault: Fault, detector: str, **options):
         began = time.monotonic()
         with tree.patched(fault):
             record[detector] = globals()[detector](tree, fault, record, **options)
+        said = " ".join(text for *_, text in record[detector])
+        assert not re.search("(Name|Attribute|Import)Error", said), f"an old patch? {said}"
         record.setdefault("seconds", {})[detector] = round(time.monotonic() - began, 1)
         record["commit"] = commit()
         KEPT.mkdir(parents=True, exist_ok=True)
