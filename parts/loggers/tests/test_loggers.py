@@ -115,8 +115,9 @@ def test_flags(refused):
     assert refused("grpo", "wandb='x'", "fine")
     assert refused("grpo", "logger=('a.py:b','a.py:b')",
                    "--logger names one twice & no such file")
-    for given, read in ("--wandb", ["--wandb", "samestep"]), ("--wandb mine --steps 3", None), (
-            "--wandb --steps 3", ["--wandb", "samestep", "--steps", "3"]), ("--wandb=x", None):
+    for given, read in ("", None), ("--wandb", ["--wandb", "samestep"]), (
+            "--wandb mine --steps 3", None), ("--wandb=x", None), (
+            "--wandb --steps 3", ["--wandb", "samestep", "--steps", "3"]):
         assert plug.words(given.split()) == (read or given.split())
 
 
