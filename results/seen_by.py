@@ -62,7 +62,7 @@ class Tree:
     a process that has torch and vLLM imported (tests/forked.py)."""
 
     def __init__(self, folder: Path):
-        self.folder, self.clock = folder, int(time.time())
+        self.folder, self.clock, self.commit = folder, int(time.time()), commit()
         names = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, check=True,
                                capture_output=True).stdout.split("\n")
         for name in filter(None, names):
@@ -270,7 +270,7 @@ def ask(tree: Tree, fault: Fault, detector: str, **options):
         said = " ".join(text for *_, text in record[detector])
         assert not re.search("(Name|Attribute|Import)Error", said), f"an old patch? {said}"
         record.setdefault("seconds", {})[detector] = round(time.monotonic() - began, 1)
-        record["commit"] = commit()
+        record["commit"] = tree.commit
         KEPT.mkdir(parents=True, exist_ok=True)
         place(fault).write_text(json.dumps(record, indent=1) + "\n")
         print(f"  {fault.name}: {detector} {record['seconds'][detector]:.0f} s "
@@ -376,15 +376,15 @@ def legend(words: dict[str, str]) -> str:
         return (f"{early} of {len(ran)} before the first update and "
                 f"{sum(it.startswith('step') for it in ran)} later")
 
+    files = " and ".join(f"`test_{name}.py`" for name in TESTS)
     false = sum(bool(signals_of_sound(one)) for one in SOUND)
     commits = sorted({record_of(one).get("commit", "") for one in FAULTS.values()} - {""})
     return (
         "*Seen by*: who reports it first. plan: `--plan`. start: the checks and the comparison "
-        "before step 1. prove: `./run.sh prove`. tests: "
-        + ", ".join(f"`test_{name}.py`" for name in TESTS) + ". step N: a metric that leaves its range in the report, an error or the "
-        "grade, in 35 steps of the sort job with flags with which it acts. "
-        f"Of these rules {count(RULES.values())}; of {len(PUBLISHED)} other published mistakes "
-        f"{count(PUBLISHED)} ([list](../../results/faults.py), [sentences]"
+        f"before step 1. prove: `./run.sh prove`. tests: {files}. step N: a metric that leaves its "
+        "range in the report, an error or the grade, in 35 steps of the sort job with flags with "
+        f"which it acts. Of these rules {count(RULES.values())}; of {len(PUBLISHED)} other "
+        f"published mistakes {count(PUBLISHED)} ([list](../../results/faults.py), [sentences]"
         f"(../../results/faults.json)). {false} of {len(SOUND)} sound changes were reported: what "
         "reported one does not count. Made by `python results/seen_by.py` on "
         f"{', '.join(commits)}.\n")
