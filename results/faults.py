@@ -98,7 +98,7 @@ RULES = {number: Fault(str(number), *patch, **more) for number, (*patch, more) i
          dict(flags=SOME)),
     26: ("losses.py", "return torch.where(S, R, 0), S, equal(highest, lowest)",
          "return torch.where(S, R, 0), S, torch.where(S, R, 0).std(1, keepdim=True) == 0",
-         dict(flags="--reward results/faults.py:tenths --eval_pass 0.7 --advantage grpo "
+         dict(flags="--reward results/faults.py:tenths --advantage grpo "
                     "--advantage_eps 0")),
     27: ("losses.py", "torch.where(S & ~all_equal, A, 0)",
          "torch.where(S & (~all_equal | (n == 1)), A, 0)",

@@ -296,13 +296,12 @@ def noise() -> frozenset[str]:
 
 def signals(fault: Fault, record: dict, detectors=ORDER) -> list:
     """(step, detector, sentence) of what counts, the first one first. With flags of its own, only
-    what the shipped code with these flags does not give."""
-    loud = noise() | (keys(record_of(as_shipped(fault))) if alone(fault) else set())
-    found = [(step, ORDER.index(name), said) for name in detectors
-             for key, step, said in record.get(name, []) if key not in loud]
-    if "run" in detectors and "run" not in record:
-        found += [(step, ORDER.index("run"), said) for key, step, said in
-                  record.get("first step", []) if key not in loud]
+    what the shipped code with these flags was asked for and does not give."""
+    loud, other = noise(), record_of(as_shipped(fault)) if alone(fault) else {}
+    asked = {*other, "tests"} if alone(fault) else {*record}  # tests know of no flags
+    found = [(step, ORDER.index("run" if name == "first step" else name), said)
+             for name in (*detectors, "first step") if name in asked
+             for key, step, said in record.get(name, []) if key not in loud | keys(other)]
     return [(step, ORDER[number], said) for step, number, said in sorted(found)]
 
 
