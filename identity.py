@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from answers import REWARDS
 from chat_template import render
 from dist import World
 from errors import SettingsError
@@ -26,7 +27,6 @@ from model import compute_dtype
 from model_files import config_of, weight_files
 from rewards import parse
 from settings import renamed, sections
-from verifiers import REWARDS
 from worker import ROOT, find_file
 
 # A resume must not change these. The dataclasses of flags add names of their own: `fixed`.

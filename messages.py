@@ -7,8 +7,8 @@ docs/use/data_and_rewards.md has the columns and forms, examples/convert.py conv
 import json
 import re
 
+from answers import ANSWERS, last_boxed
 from errors import SettingsError
-from verifiers import ANSWERS, last_boxed
 
 PROMPTS = ("prompt", "question", "problem")
 CHATS = ("messages", "conversations")

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import part
+from answers import ANSWERS, REWARDS, answers_of
 from dist import World
 from errors import SettingsError, as_sentence
 from settings import Flags, Range
-from verifiers import ANSWERS, REWARDS, answers_of
 from worker import ROOT, Item, RewardSpec, find_file
 
 START_SECONDS = 120  # timeout for a worker to start, and for what its first call loads

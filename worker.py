@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple
 
-from verifiers import GUARDS, REWARDS
+from answers import GUARDS, REWARDS
 
 # ---- functions ----
 
@@ -131,7 +131,7 @@ def fresh(value):
 
 def find(spec: RewardSpec):
     """Returns the function of a reward, or None if its file has no function of this name. Before a
-    built-in reward is looked up, its guard (verifiers.GUARDS) is called.
+    built-in reward is looked up, its guard (answers.GUARDS) is called.
     """
     if spec.path:
         return getattr(import_file(Path(os.path.abspath(spec.path))), spec.name, None)

@@ -22,7 +22,7 @@ def letters_of_chats(completions, **columns):
 
 
 def exact(completions, answer, **columns):
-    """verifiers.exact: grpo.py's `--reward exact`."""
+    """answers.exact: grpo.py's `--reward exact`."""
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
 
 

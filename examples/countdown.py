@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from fractions import Fraction
 
+from answers import answers_of, last_answer
 from examples.exact import SAME, number_of
-from verifiers import answers_of, last_answer
 
 ASK = ("Using the numbers {nums}, each exactly once, and + - * /, reach {target}. Show your work "
        "in <think> </think>, and the expression in <answer> </answer>, as <answer> (1 + 2) / 3 "

@@ -9,7 +9,7 @@ import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
-from verifiers import any_answer
+from answers import any_answer
 
 SAME = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width
 SAME |= {ord("°"): r"^{\circ}", ord("∞"): r"\infty"}

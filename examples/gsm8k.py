@@ -7,8 +7,8 @@ Rows and reward in one file: --data examples/gsm8k.py:rows --eval_data examples/
 import re
 from fractions import Fraction
 
+from answers import any_answer, last_boxed
 from examples.exact import FORM, plain, value
-from verifiers import any_answer, last_boxed
 
 SCALES = {"": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
           "trillion": 10**12}

@@ -4,8 +4,8 @@
 """
 import re
 
+from answers import any_answer, last_answer
 from examples.formats import format_tags
-from verifiers import any_answer, last_answer
 
 
 def rows(seed):

@@ -12,9 +12,9 @@ import sys
 import zlib
 from unicodedata import normalize
 
+from answers import last_answer
 from errors import SettingsError
 from examples.mathematics import shut_sympy
-from verifiers import last_answer
 
 ANY = "the library's scorer gives full pay to any text. Would work: another task."
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

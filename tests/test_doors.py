@@ -57,7 +57,7 @@ def test_what_a_reward_does_with_what_it_gets_is_its_own_affair(own, deed):  # n
 
 
 LIBRARY = {"lib/mylib.py": "N = 1", "lib/data.py": "N = 2", "lib/errors.py": "N = 3",
-           "lib/worker.py": "raise SystemExit('hidden')", "lib/verifiers.py": "raise OSError",
+           "lib/worker.py": "raise SystemExit('hidden')", "lib/answers.py": "raise OSError",
            "lib/rewards.py": "N = 4", "lib/examples/__init__.py": "raise OSError",
            "lib/numpy_like/__init__.py": "N = 5"}
 
@@ -67,7 +67,7 @@ def test_a_reward_finds_the_users_library_and_a_library_hides_nothing(own, tmp_p
     for name, code in LIBRARY.items():
         own(code, f"../{name}")  # a colon would end a folder of PYTHONPATH
     spec = own("import mylib, data, rewards, numpy_like, subprocess\n"
-               "from verifiers import last_boxed\ndef f(completion):\n"
+               "from answers import last_boxed\ndef f(completion):\n"
                "    child = subprocess.run([sys.executable, '-c', 'import mylib; '\n"
                "        'print(mylib.N)'], capture_output=True, text=True)\n"
                "    return mylib.N + data.N + rewards.N + numpy_like.N + 10 * int(child.stdout)")

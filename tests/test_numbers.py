@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import verifiers
+import answers
 from examples import formats, mathematics
 from examples.countdown import countdown
 from examples.exact import exact, number_of
@@ -277,8 +277,8 @@ $\boxed 7$, so | 7
 def test_the_last_box_counts():
     """Its braces are matched; one that is not closed is empty, and no box is None."""
     for text, box in table(BOXES):
-        assert verifiers.last_boxed(text) == box
-    assert verifiers.last_boxed(r"\boxed{3} \boxed{12") == "" and not verifiers.last_boxed("no")
+        assert answers.last_boxed(text) == box
+    assert answers.last_boxed(r"\boxed{3} \boxed{12") == "" and not answers.last_boxed("no")
 
 
 def test_the_formats_are_their_definitions():

@@ -21,13 +21,13 @@ import fakes
 import flags
 import ranks
 import rewards
+from answers import answers_of
 from data import Row, from_arrow
 from errors import SettingsError
 from examples import reasoning_gym_tasks
 from messages import answer_of
 from rewards import Item, Pool
 from tables import table
-from verifiers import answers_of
 from worker import RewardSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,7 +264,7 @@ def test_what_a_function_of_trl_may_return(own):
 # ---- a file, its folder and its processes
 
 NEIGHBOURS = {
-    "one/mine.py": "import utils, data\nfrom verifiers import last_boxed\n"
+    "one/mine.py": "import utils, data\nfrom answers import last_boxed\n"
                    "def f(completion):\n    import rewards, utils as late\n"
                    "    assert late is utils\n    return utils.N + data.N + rewards.N",
     "one/utils.py": "N = 1", "one/data.py": "N = 10", "one/rewards.py": "N = 100",

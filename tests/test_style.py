@@ -21,7 +21,7 @@ LARGEST = 600  # lines of a file
 HELPER = 12_000  # bytes of a file of tests/, but for the reference: helpers are code too
 CORE = 51_000  # tokens of code of the core: prose does not count, so nobody has to squeeze it
 # A file imports what stands before it.
-ORDER = """errors files settings part verifiers worker dist losses rewards messages
+ORDER = """errors files settings part answers worker dist losses rewards messages
            chat_template data batch architecture model_files model rollout plan memory
            preflight log metrics identity checkpoint evaluate flags run grpo ppo nano""".split()
 PYTHON = {str(path.relative_to(ROOT)): path for path in tracked() if path.suffix == ".py"}

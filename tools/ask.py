@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint
 import data
+from answers import ANSWERS
 from errors import SettingsError, command
 from files import as_lines, read
-from verifiers import ANSWERS
 from worker import ROOT, find_file
 
 NOT_KEPT = ("target_reward target_eval keep_best stop_at tp logger wandb data eval_data eval_every "

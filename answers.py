@@ -1,4 +1,4 @@
-"""verifiers.py: the names of the built-in rewards, and how rewards read answers and boxes.
+"""answers.py: the names of the built-in rewards, and how rewards read answers and boxes.
 
 A reward is a function that is called with a completion (a text), the answer of its row, and by name
 whatever other parameters it declares: the columns of the row, prompt, tokens (the number of sampled
@@ -18,7 +18,7 @@ from unicodedata import normalize
 # {name of --reward: MODULE:FUNCTION}.
 REWARDS = {
     "exact": "examples.exact:exact", "math": "examples.mathematics:math_reward",
-    "short": "verifiers:short",
+    "short": "answers:short",
     "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
