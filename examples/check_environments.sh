@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# openenv_games.py and verifiers_env.py with the packages that they are for, outside the tests:
+# openenv_games.py and verifiers_env.py with the packages that they are for, outside of CI:
 #
 #     bash examples/check_environments.sh       # minutes, 1 GB in a temporary folder
 #
@@ -191,7 +191,7 @@ def says(*turns):
 
 
 def check(said, found, wanted):
-    print(f"  {said}: {found}")
+    print(f"  {said}: {found}", flush=True)
     assert found == wanted, f"the behaviour changed: {wanted} was expected"
 END
 
@@ -272,8 +272,9 @@ check("an environment of one turn", play(GAME, row, says("1")), (["1"], 0.5, Non
 both = {"taskset": {"id": "number_v1"}, "id": "user-sim", "user": SEAT, "assistant": SEAT}
 turns, worth, error = play(GAME, rows[0] | {"env": both}, says("1"))
 check("a second player", (worth, "has a second player" in error), (None, True))
-odd = ["", " 2 ", "<think>\n1</think>\n\n2", "\u2028\ufffd\0\U0001F600", "<tool_call>{}</tool_call>"]
-check("any turn may be said", play(GAME, rows[0], says(*odd))[0][::2], odd)
+odd = ["", " 2 ", "<think>\n1</think>\n\n2", "\u2028\ufffd\0\U0001F600",
+       "<tool_call>{}</tool_call>"]
+check("any turn may be said", play(GAME, rows[0], says(*odd), most=len(odd))[0][::2], odd)
 END
 
 for pin in "${PINS[@]}"; do
@@ -282,3 +283,29 @@ for pin in "${PINS[@]}"; do
   "venv-$name/bin/pip" freeze | grep "^$name=="
   "venv-$name/bin/python" "play_$name.py" "$ROOT"
 done
+
+# Seen on 29 November 2026:
+#   Python 3.11.7
+#   openenv==0.10.0
+#   rows: (200, 'Find a number from 1 to 15.', 'number', 3)
+#   each game ends with its seed's number: ['14', '3', '14', '4', '4', '10', '13', '6', '4']
+#   a reward of each step: {True}
+#   no action: (['?', 'error: this is no action', '14'], 1.0, None)
+#   an action in JSON: (['?', 'error: this is no action', '{"number": 14}'], 1.0, None)
+#   a worker that is lost: [True, True, True]
+#   no more turns: -0.3
+#   an error of the server: (None, True)
+#   another session, which the client opens in silence: (None, True)
+#   Python 3.11.7
+#   verifiers==0.4.0
+#   rows: (15, [{'role': 'user', 'content': 'Find a number from 1 to 15.'}], 4)
+#   a turn starts no process: it takes less than 0.3 s: True
+#   each game ends with its task's number: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+#   its reward, and the task's own: {1.5}
+#   a worker that is lost: [True, True, True]
+#   no more turns: 0.5
+#   an error of the environment: (None, True)
+#   a system prompt: {'role': 'system', 'content': 'Be brief.'}
+#   an environment of one turn: (['1'], 0.5, None)
+#   a second player: (None, True)
+#   any turn may be said: ['', ' 2 ', '<think>\n1</think>\n\n2', …]
