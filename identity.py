@@ -31,8 +31,8 @@ from worker import ROOT, find_file
 
 # A resume must not change these. The dataclasses of flags add names of their own: `fixed`.
 FIXED = frozenset("dtype group model_files precision reference_files rows row_digests script "
-                  "seed config.json".split())
-VERSION = "transformers_version"  # the key of config.json that acts on nothing
+                  "seed config".split())
+NOT_ACTED_ON = {"transformers_version", "_name_or_path"}  # keys of config.json
 
 
 class Entry(NamedTuple):
@@ -53,7 +53,7 @@ def identity(args, inputs, world: World) -> dict[str, Entry]:
         "rows of --eval_data": digest(row_digests(inputs.eval_rows)),
         "model_files": digest_of_files(inputs.source),
         "reference_files": digest_of_files(inputs.reference),
-        "config.json": digest({key: config[key] for key in sorted(config) if key != VERSION}),
+        "config": digest({key: config[key] for key in sorted(config.keys() - NOT_ACTED_ON)}),
         "tokenizer": digest_of_tokenizer(inputs.tokenizer), "end tokens": inputs.ends,
         "code": {name_of(path): digest_of_code(path) for path in sorted(code_of(args))},
         **{name: found for name, found in versions().items() if name != "commit"}}
@@ -94,7 +94,7 @@ def compare(was: dict, now: dict[str, Entry], place: Path, step: int) -> list[st
         raise SettingsError(f"{place} was made with other settings: {'; '.join(wrong)}. Would "
                             f"work: the previous settings, or another --name.")
     gone = [f"resumed without {name} {words(was[name])}, which is no longer a setting"
-            for name in was.keys() - now.keys() - {"changes", "commit"}]
+            for name in was.keys() - now.keys() - {"changes", "commit", "config.json"}]
     return gone + [f"{one} from step {step + 1} on" for one in said]
 
 

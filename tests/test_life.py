@@ -68,7 +68,7 @@ def test_what_acts_on_a_number_is_said_and_nothing_else(life, file, content, sai
     ("rows.jsonl", lambda text: b"".join(text.splitlines(True)[::-1]), "row 1 of --data differs"),
     ("model/model.safetensors", lambda text: text[:-4] + b"abcd", "model_files was"),
     ("model/config.json", lambda text: text.replace(b'_eps": 1e-0', b'_eps": 2e-0'),
-     "config.json was")])
+     "config was")])
 def test_another_run_is_refused(life, file, change, said):
     life.begin(1)
     path = life.place / file
@@ -77,6 +77,16 @@ def test_another_run_is_refused(life, file, change, said):
     assert path.read_bytes() != before and life.go() == 2 and said in life.text, life.text
     path.write_bytes(before)
     assert life.go() == 0, life.text
+    life.same_as(life.alone(4))
+
+
+def test_a_models_folder_may_move(life):
+    """Its path was a part of its config: another cache of the hub, and a tiny model of other code,
+    were refused."""
+    life.begin(2)
+    (life.place / "model").rename(life.place / "moved")
+    assert life.go("--model", "moved") == 0, life.text
+    assert "resumed with --model moved (was model)" in life.text
     life.same_as(life.alone(4))
 
 

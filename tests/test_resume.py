@@ -236,7 +236,7 @@ def test_another_value_of_any_entry_is_refused_or_said(script, tmp_path):
     fixed = {name for name, entry in found.items() if entry.fixed}
     assert {name for name in fixed if not found[name].flag} == {
         "script", "rows", "row_digests", "model_files", "reference_files", "precision",
-        "config.json"}
+        "config"}
     kept = {name: entry.value for name, entry in found.items()}
     for name, (value, _, flag) in found.items():
         other = {bool: not value, list: [["x", 1]], str: "another", dict: {}}.get(type(value), 17)
