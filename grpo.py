@@ -54,15 +54,14 @@ class Args(flags.LossArgs, CommonArgs):
     FILE.py:NAME, such as variants/sapo.py:sapo. variants/ also has gmpo, dppo, ipo, opsm and
     geometric."""
     kl_loss_coef: float = 0.0
-    """β: the coefficient of a term in the loss for the KL to the starting model. 0: no KL term.
-    """
+    """β, the coefficient of the loss term for the KL to the starting model. 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
     """Expected gradients: k1: 0. k2: that of KL(π‖ref). k3 (GRPO): that of KL(ref‖π). k3_ratio
     (k3 times π/π_old): that of KL(π‖ref), even off-policy."""
     overlong_filter: bool = False
     """Exclude truncated completions from the loss. They still count in their group's mean."""
     dynamic_sampling: bool = False
-    """DAPO: train only on groups whose rewards differ; sample more prompts to replace the others.
+    """DAPO: train only on groups whose rewards differ; sample more prompts to replace the rest.
     """
     refills: int = 3
     """Maximum number of extra rollouts per step with --dynamic_sampling."""
@@ -75,8 +74,8 @@ class Args(flags.LossArgs, CommonArgs):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether log π_old needs its own forward pass, because several updates use one rollout or
-        the advantage depends on it. Otherwise the update's own log-probs are log π_old."""
+        """Whether log π_old needs its own forward pass, because several updates share a rollout
+        or the advantage depends on it. Otherwise the update's own log-probs are log π_old."""
         return self.minibatches * self.epochs > 1 or self.advantage_uses_old
 
     @property
@@ -115,7 +114,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None if it cannot be scored.
                 score_samples(run.scorer, run.world, run.log, samples, args.group)
                 kept, refused = samples, {}
-                if args.dynamic_sampling:  # sample prompts until enough groups differ
+                if args.dynamic_sampling:  # sample until the rewards of enough groups differ
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
@@ -146,7 +145,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): tokens of each completion
 
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
-    # This is the default; `compute_advantages` has the others, some of which differ per token.
+    # This is the default; `compute_advantages` has the others, some of which vary by token.
     # If they depend on old log-probs, those are computed here, for all completions.
     old_logprobs = ref_logprobs = None  # (M,)
     if args.advantage_uses_old:
@@ -184,7 +183,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         if not weights.any():  # no token in the loss, so no optimizer step
             meter.skipped += 1
             continue
-        # Metrics named loss/… average over all tokens in the loss, others over the computed ones.
+        # loss/… metrics are means over all tokens in the loss, others over those computed here.
         meter.in_loss += float(weights @ loss_tokens.double())
         # If no rows are left, still take the step: the gradient is 0, but momentum is not.
         rows = [r for r in rows if learns[r]]
@@ -199,7 +198,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
                                             **args.bounds)
-                if args.engine_correction != "none":  # not of the KL and entropy terms
+                if args.engine_correction != "none":  # the KL and entropy terms are left alone
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
@@ -222,8 +221,8 @@ def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, refe
     reference model: (M,) each, in nats, or None if not needed.
 
     With one update per rollout, the update's own forward pass gives log π_old, so the ratio is
-    exactly 1 (unless the advantage needs log π_old earlier). among (N,) bool: the completions to
-    compute; tokens of the others get NaN. All ranks must call this function (a collective).
+    exactly 1 (unless the advantage needs log π_old earlier). among: (N,) bool, the completions
+    to compute; tokens of the others get NaN. All ranks must call this function (a collective).
     """
     def logprobs(model, name: str):
         return batch.forward(world, args.logprob_tokens, name, lambda micro: model.logprobs(
@@ -301,10 +300,10 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:
-    """Applies DAPO's dynamic sampling. Returns the samples to train on, and how many samples
-    were left out, by reason.
+    """Applies DAPO's dynamic sampling. Returns the samples to train on, and the number left
+    out, by reason.
 
-    Keeps the groups whose rewards differ. While there are fewer than --batch, appends a rollout of
+    Keeps the groups whose rewards differ. While fewer than --batch are kept, appends a rollout of
     new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, section 3.2
     """
     kept, looked_at = [], 0
@@ -326,7 +325,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
 
 
 def main() -> None:
-    """Entry point of the command line."""
+    """Command-line entry point."""
     args = parse(Args, __doc__)
     dist.run(show_plan if args.plan else train, args)
 

@@ -4,8 +4,8 @@ Each rank runs an engine in its own process, on the trainer's GPU. Engine and tr
 `Engine.generating` moves what --offload lists to the host, wakes the engine and loads the new
 weights into it; afterwards the engine sleeps. With --tp K, K consecutive ranks form one engine.
 
-Each completion has its own seed, so up to rounding the samples do not depend on the number of ranks
-or on how requests are split over engines.
+Each completion has its own seed, so the samples do not depend, up to rounding, on the number of
+ranks or on how requests are split over engines.
 
 Top to bottom: the flags; Engine (weights in: `load`, `take`; completions out: `sample`, `complete`,
 `generate`); its limits, which the plan needs too; and the environment variables that vLLM reads.
@@ -76,8 +76,8 @@ class Request(NamedTuple):
 
 
 def hash_seed(*parts: int | str) -> int:
-    """Hashes its arguments to a 63-bit seed. With seed + i, as in vLLM's `n=k`, completions of
-    prompts with nearby seeds would share seeds."""
+    """Hashes its arguments to a 63-bit seed. With seed + i, as in vLLM's `n=k`, prompts with
+    nearby seeds would share completion seeds."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
@@ -129,7 +129,7 @@ class Engine:
         sequence, in tokens."""
         tokens, seqs = engine_limits(self.args, card_bytes(), max_len)
         # With chunked prefill, vLLM computes prompts in chunks and rewinds their random generators,
-        # which on a CPU fails in any call with more than 4,096 prompt tokens. None: the default.
+        # which fails on a CPU if a call has more than 4,096 prompt tokens. None: vLLM's default.
         return {"enforce_eager": self.args.eager or not self.on_gpu,
                 "enable_chunked_prefill": None if self.on_gpu else False,
                 "block_size": None if self.on_gpu else block_tokens(None, max_len),
@@ -171,9 +171,9 @@ class Engine:
 
     @contextmanager
     def changing(self):
-        """Context manager for loading new weights into the engine. On entry it wakes the engine's
-        weights, on exit its key-value cache, which is then empty."""
-        if self.asleep:  # with the cache awake, the sync could run out of memory
+        """Context manager for loading new weights into the engine. On entry, it wakes the
+        engine's weights; on exit, the key-value cache, which is then empty."""
+        if self.asleep:  # with the cache awake too, loading could run out of memory
             self.llm.wake_up(tags=["weights"])
         yield
         if self.asleep:
@@ -189,7 +189,7 @@ class Engine:
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
     def take(self, weights: Iterator) -> None:
-        """Has vLLM load new weights, an iterator of (name, tensor). All ranks must call it (a
+        """Loads new weights, an iterator of (name, tensor), into vLLM. All ranks must call it (a
         collective).
         """
         # All weights in one call: vLLM fuses layers (q, k and v), and a call with only some of the
@@ -265,8 +265,8 @@ class Engine:
         """Shuts down the engine and the process group, unless the engine is asleep. This must be
         the last call of a run. All ranks must call it (a collective)."""
         self.world.end()  # a barrier; without it, FSDP's threads may abort
-        # A sleeping engine is left to the end of the process (dist.run): its shutdown would free
-        # memory that sleep has already freed, with a CUDA error for each block.
+        # A sleeping engine is left until the process ends (dist.run): shutting it down would free
+        # memory that sleep has already freed and raise a CUDA error for each block.
         if self.asleep:
             return
         self.llm.llm_engine.engine_core.shutdown()
