@@ -8,7 +8,7 @@
 Each patch is put into one copy of the tracked files, and the detectors are asked in this order:
 
     plan     grpo.py --plan refuses it
-    start    a run of one step ends before that step: a check, or the comparison of policies
+    start    a run of three steps ends before the first: a check, or the comparison of policies
     prove    a promise of tools/prove.py falls short
     tests    a test of TESTS fails
     run      in 35 steps of the sort job a metric leaves its healthy range (parts/report), the run
@@ -141,13 +141,13 @@ def plan(tree: Tree, fault: Fault, record: dict) -> list:
 
 
 def start(tree: Tree, fault: Fault, record: dict) -> list:
-    """A run of one step ends before it. What its metrics say is of `run`."""
+    """A run of three steps ends before the first. What its metrics say is of `run`."""
     name = f"start-{slug(fault)}"
     status, text = tree.run(*tree.script(
-        fault, "--steps", "1", "--name", name, "--save_every", "0", *JOB.split(),
+        fault, "--steps", "3", "--name", name, "--save_every", "0", *JOB.split(),
         *shlex.split(fault.flags)))
     rows = [row for row in metrics_of(tree, name) if not is_evaluation(row)]
-    record["first step"] = outside(rows)
+    record["first steps"] = outside(rows)
     return [["start", 0, sentence(text)]] if status != 0 and not rows else []
 
 
@@ -286,7 +286,7 @@ def commit() -> str:
 
 def keys(record: dict) -> set[str]:
     """Of all signals of a record."""
-    return {key for name in (*ORDER, "first step") for key, *_ in record.get(name, [])}
+    return {key for name in (*ORDER, "first steps") for key, *_ in record.get(name, [])}
 
 
 def noise() -> frozenset[str]:
@@ -299,8 +299,8 @@ def signals(fault: Fault, record: dict, detectors=ORDER) -> list:
     what the shipped code with these flags was asked for and does not give."""
     loud, other = noise(), record_of(as_shipped(fault)) if alone(fault) else {}
     asked = {*other, "tests"} if alone(fault) else {*record}  # tests know of no flags
-    found = [(step, ORDER.index("run" if name == "first step" else name), said)
-             for name in (*detectors, "first step") if name in asked
+    found = [(step, ORDER.index("run" if name == "first steps" else name), said)
+             for name in (*detectors, "first steps") if name in asked
              for key, step, said in record.get(name, []) if key not in loud | keys(other)]
     return [(step, ORDER[number], said) for step, number, said in sorted(found)]
 
@@ -322,7 +322,7 @@ def look_for(tree: Tree, fault: Fault, detectors: list[str], everything: bool, w
             options = {"noise": noise(), "whole": whole or fault in SOUND or alone(fault)}
         found = ask(tree, fault, detector, **options)
         if detector == "start":
-            found = found + record_of(fault)["first step"]
+            found = found + record_of(fault)["first steps"]
         if found and alone(fault) and detector != "tests":
             ask(tree, as_shipped(fault), detector, **options)
 
@@ -363,7 +363,9 @@ def word(fault: Fault) -> str:
     if seen := signals(fault, record):
         step, name, _ = seen[0]
         return f"step {step}" if step else {"run": "start"}.get(name, name)
-    return "not" if all(name in record for name in ORDER) else "not run"
+    judged = record_of(as_shipped(fault)) if alone(fault) else record
+    return "not" if all(name in record and (name in judged or name == "tests" or not record[name])
+                        for name in ORDER) else "not run"
 
 
 def legend(words: dict[str, str]) -> str:
