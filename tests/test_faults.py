@@ -59,3 +59,13 @@ def test_what_a_sound_change_gives_too_does_not_count(tmp_path, monkeypatch):
     assert seen_by.word(fault) == "step 35"
     keep(fault, **{name: [] for name in seen_by.ORDER})
     assert seen_by.word(fault) == "not"
+
+
+def test_the_page_says_what_the_results_say():
+    """Each word of its column is that of results/faults.json, which has the sentence behind it."""
+    found = json.loads(seen_by.FILE.read_text())["faults"]
+    words = {number: row.split("|")[3].strip() for number, row in re.findall(
+        r"^\| (\d+) \|(.*)", PAGE, re.M)}
+    assert words == {number: found[number]["seen by"] for number in words}
+    for one in found.values():
+        assert bool(one["says"]) == (one["seen by"] not in ("not", "not run"))
