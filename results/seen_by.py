@@ -302,7 +302,8 @@ def signals(fault: Fault, record: dict, detectors=ORDER) -> list:
     found = [(step, ORDER.index("run" if name == "first steps" else name), said)
              for name in (*detectors, "first steps") if name in asked
              for key, step, said in record.get(name, []) if key not in loud | keys(other)]
-    return [(step, ORDER[number], said) for step, number, said in sorted(found)]
+    found.sort(key=lambda one: one[:2])  # of one detector in its own order
+    return [(step, ORDER[number], said) for step, number, said in found]
 
 
 def alone(fault: Fault) -> bool:
