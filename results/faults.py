@@ -216,7 +216,7 @@ PUBLISHED = [
               flags="--update_tokens 256"),
     published("weights stay behind", "huggingface/trl", 5312, ENGINE, "rollout.py",
               "        with self.changing():\n            self.take(policy.weights(self.dtype))",
-              "        with self.changing():\n            if self.places is None:\n"
+              "        with self.changing():\n            if self.world.step <= 0:\n"
               "                self.take(policy.weights(self.dtype))"),
     published("top-p in the engine alone", "huggingface/trl", 6789, ENGINE, "rollout.py",
               "top_p=1.0", "top_p=0.9"),

@@ -48,8 +48,8 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT, FILE, PAGE = ROOT / "runs/faults", ROOT / "results/faults.json", "docs/learn/details.md"
 TESTS = ("losses", "left_out")  # tests/test_NAME.py: those of numbers that take seconds
 STEPS, STOP = 35, 18  # of the job; where one that is resumed was stopped
-JOB = ("--max_tokens 16 --max_prompt_tokens 64 --warmup_steps 10 --samples_every 100 --no-export "
-       "--no-report")
+SHORT = "--max_tokens 16 --max_prompt_tokens 64"
+JOB = f"{SHORT} --warmup_steps 10 --samples_every 100 --no-export --no-report"
 GRADED = "--eval_data tiny@test --target_reward 0.2 0.95 --target_eval 0.1 0.95"
 LIMIT = 600  # seconds of a detector: what takes longer hangs
 ORDER = "plan start prove tests run".split()
@@ -154,7 +154,7 @@ def start(tree: Tree, fault: Fault, record: dict) -> list:
 def prove(tree: Tree, fault: Fault, record: dict) -> list:
     """A promise falls short, or a trial fails."""
     status, text = tree.run(*tree.start("-m", "tools.prove", fault.script, "--group", "4",
-                                        *shlex.split(fault.flags)))
+                                        *SHORT.split(), *shlex.split(fault.flags)))
     found = re.findall(r"^(.+?): .+  limit \S+  (falls short.*)$", text, re.M)
     if status != 0 and not found:
         return [["prove ended", 0, sentence(text)]]
