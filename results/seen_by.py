@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -381,7 +382,7 @@ def legend(words: dict[str, str]) -> str:
     files = " and ".join(f"`test_{name}.py`" for name in TESTS)
     false = sum(bool(signals_of_sound(one)) for one in SOUND)
     commits = sorted({record_of(one).get("commit", "") for one in FAULTS.values()} - {""})
-    return (
+    said = (
         "*Seen by*: who reports it first. plan: `--plan`. start: the checks and the comparison "
         f"before step 1. prove: `./run.sh prove`. tests: {files}. step N: a metric that leaves its "
         "range in the report, an error or the grade, in 35 steps of the sort job with flags with "
@@ -389,7 +390,8 @@ def legend(words: dict[str, str]) -> str:
         f"published mistakes {count(PUBLISHED)} ([list](../../results/faults.py), [sentences]"
         f"(../../results/faults.json)). {false} of {len(SOUND)} sound changes were reported: what "
         "reported one does not count. Made by `python results/seen_by.py` on "
-        f"{', '.join(commits)}.\n")
+        f"{', '.join(commits)}.")
+    return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def signals_of_sound(fault: Fault) -> list:
