@@ -136,7 +136,7 @@ def test_the_readme_has_the_lines_of_each_file_in_front():
     assert f"`nano.py` is the algorithm in {lines.pop('nano.py')} lines" in page
     for name, said in (eight | others).items():
         assert abs(lines[name] - int(said)) <= 10, (name, lines[name], said)
-    count, total = re.search(r"the core is (\d+)\s+files, ([\d,]+) lines", page).groups()
+    count, total = re.search(r"the core is\s+(\d+)\s+files, ([\d,]+) lines", page).groups()
     assert int(count) == len(lines)
     assert abs(sum(lines.values()) - int(total.replace(",", ""))) <= 100
     bold = re.findall("<text[^>]*bold[^>]*>(.*?)<", draw.step())
