@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import fakes
+from errors import SettingsError
 from families import ROOT
 from flags import parse
 from forked import PYTHON
@@ -227,6 +228,17 @@ def test_of_a_term_with_a_flag_of_its_own_only_the_rise_is_judged(sign, verdict,
     (tmp_path / "mine.py").write_text(text)
     found, printed = proved("7", f"{tmp_path}/mine.py --group 4")
     assert found == [verdict] and "What --pull state is not known" in printed
+
+
+@pytest.mark.parametrize("text, said", [
+    (None, "there is no such file, here or in .*Would work: a copy of grpo.py"),
+    ("x = 1", "has no Args and no learn. Would work"), ("Args = 1", "has no learn")])
+def test_a_file_of_another_form_is_a_sentence(text, said, tmp_path):
+    """It was a traceback of importlib."""
+    if text:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(SettingsError, match=said):
+        prove.load(f"{tmp_path}/mine.py")
 
 
 def test_a_loss_that_returns_something_else_is_said_once(tmp_path):

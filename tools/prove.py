@@ -37,6 +37,7 @@ from flags import parse
 from model_files import config_of
 from rewards import Score
 from tools import float64, uphill
+from worker import ROOT, find_file
 
 LIMIT = 1e-12  # as README.md promises
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
@@ -345,14 +346,19 @@ def prove(file, args) -> bool:
 
 
 def load(path: str):
-    """A file of grpo.py's form, found here or in the project, as a module."""
-    file = Path(path) if Path(path).exists() else Path(__file__).parent.parent / path
+    """A file of grpo.py's form, found here or in the project, as a module. SettingsError: there is
+    none, or it has another form."""
+    works = "Would work: a copy of grpo.py or ppo.py."
+    if not (file := find_file(path)):
+        raise SettingsError(f"{path}: there is no such file, here or in {ROOT}. {works}")
     sys.path.append(str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
-    file = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = file  # dataclasses look their module up
-    spec.loader.exec_module(file)
-    return file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    if lacks := [name for name in ("Args", "learn") if not hasattr(module, name)]:
+        raise SettingsError(f"{path} has no {' and no '.join(lacks)}. {works}")
+    return module
 
 
 def main() -> int:
