@@ -268,6 +268,8 @@ class Walk:
                 first, printed = block.text.partition("\n")[0], None
                 if block.text not in self.seen:
                     self.untyped.append(f"{block.place}  {first}: {block.why}")
+                if how == "long":  # nor on a page that does not say so
+                    self.seen.add(block.text)
             elif block.kind == "sh" or block.text not in self.seen:
                 printed = self.commands(block, how)
                 if "git clone" in block.text:
