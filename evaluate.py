@@ -61,12 +61,12 @@ def sample_rows(engine, pool: Pool, rows: list[Row], args) -> Iterator[list[Samp
     about as many as a step has. engine: a rollout.Engine inside its `generating`. args: the
     script's. All ranks must exhaust it (a collective).
     """
-    prompts, flags = [Prompt(i, row) for i, row in enumerate(rows)], args
-    size = max(1, args.batch * args.group // flags.eval_samples)
+    prompts = [Prompt(i, row) for i, row in enumerate(rows)]
+    size = max(1, args.batch * args.group // args.eval_samples)
     for start in range(0, len(prompts), size):
-        samples = engine.sample(prompts[start:start + size], flags.eval_samples,
-                                flags.eval_temperature, "eval")
-        score_samples(pool, engine.world, engine.log, samples, flags.eval_samples)
+        samples = engine.sample(prompts[start:start + size], args.eval_samples,
+                                args.eval_temperature, "eval")
+        score_samples(pool, engine.world, engine.log, samples, args.eval_samples)
         yield samples
 
 

@@ -43,8 +43,8 @@ class Entry(NamedTuple):
 
 
 def identity(args, inputs, world: World) -> dict[str, Entry]:
-    """Returns {name: Entry} of a run. The values are equal
-    on all ranks, unless their machines have other files."""
+    """Returns {name: Entry} of a run. The values are equal on all ranks, unless their machines have
+    other files."""
     config = config_of(inputs.source).to_dict()
     found = vars(args) | {
         "script": args.script, "ranks": world.size,

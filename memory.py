@@ -18,7 +18,7 @@ GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
 GRAPHS = 1.0 * GIB  # the engine's CUDA graphs
 CPU_CACHE = 1.0 * GIB  # the most that an engine without a GPU takes for its cache by default
-SCORE_HEAD, UPDATE_HEAD = 2, 5  # float32 matrices (chunk, vocabulary), without and with backward
+FORWARD_HEAD, UPDATE_HEAD = 2, 5  # float32 matrices (chunk, vocabulary), without and with backward
 
 
 class Memory:
@@ -61,8 +61,9 @@ class Memory:
     def shards(self) -> float:
         """Returns the number of ranks that share a copy of the weights: a rank keeps 1 / shards of
         them. It is infinite with --cpu_offload, because then the GPU keeps none."""
-        own = self.args
-        return math.inf if self.card and own.cpu_offload else own.shard_size or self.plan.ranks
+        if self.card and self.args.cpu_offload:
+            return math.inf
+        return self.args.shard_size or self.plan.ranks
 
     def weights(self) -> float:
         """Returns the bytes of the policy's weights, of all ranks together."""
@@ -105,7 +106,7 @@ class Memory:
         if phase.name == "logprobs" and shape.reference and shape.reference.params > shape.params:
             shape = shape.reference  # it scores too, and is the larger one
         chunk = args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
-        copies = UPDATE_HEAD if update else SCORE_HEAD
+        copies = UPDATE_HEAD if update else FORWARD_HEAD
         logits = copies * self.m * min(tokens, chunk) * shape.vocab
         root = shape.root
         if critic:  # its head has one column

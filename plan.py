@@ -219,4 +219,4 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
         **vars(usable))
     found += [f"--{name} must be at least {plan.longest:,} (got {tokens:,}): {longest}."
               for name, tokens in budgets(usable).items() if tokens < plan.longest]
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(found)]  # ClipArgs is a section and a base of a script's own class

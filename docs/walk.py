@@ -409,10 +409,11 @@ def main() -> int:
         start_scripts(walk, clone)
         walk.terminal.close()
 
+        left = iter(pages)
+
         def read(place: Path):
             """A reader, with a clone of their own, takes page after page."""
-            while pages:
-                page = pages.pop(0)
+            for page in left:  # an iterator, so no page goes to both
                 terminal = Terminal(place, env,
                                     "source .venv/bin/activate\n" + CAPPED * options.short)
                 replace(walk, terminal=terminal).page(page, (origin / page).read_text())
