@@ -19,9 +19,10 @@ command in its line, says what else happens:
     <!-- walk: not typed: WHY -->
 
 MODEL, ROWS.jsonl, MINE.py:NAME and runs/NAME are there, and … is left out. A command within a line
-is typed once, however many pages have it. After README.md each script is started from another
-folder with --help, and two readers, each with a copy of the clone, share the other pages. The walk
-prints a line for each command, and at the end what was not typed, and why.
+is typed once, however many pages have it. Two readers, each with a copy of the clone, share the
+pages. One begins with README.md, and the other, once that has made the clone, by starting each
+script from another folder with --help. The walk prints a line for each command, and at the end what
+was not typed, and why.
 """
 import argparse
 import os
@@ -33,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,7 +49,7 @@ LIMIT = {False: 3 * 3600, True: 900}  # seconds of a block
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.S | re.M)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./run\.sh|(?:\.venv/bin/)?(?:python|torchrun|pytest) .*"
                      r"(?:\.py\b|parts| -m )|source |vllm serve \S)")
-TESTS = re.compile(r"pytest |python -m pytest |\./run\.sh (test|walk)")
+TESTS = re.compile(r"pytest |\S+ -m pytest |\S+ tests/faults\.py|\./run\.sh test")
 MARK = re.compile(r"<!-- walk: (.*?) -->", re.S)
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 # What only a whole run prints.
@@ -234,6 +236,7 @@ class Walk:
     """What was typed, and what came of it."""
     short: bool
     terminal: Terminal
+    arrived: Callable[[Path], None] = lambda clone: None  # called once there is a clone
     seen: set[str] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     untyped: list[str] = field(default_factory=list)
@@ -256,6 +259,8 @@ class Walk:
         began, printed = time.monotonic(), ""
         for block in blocks(page, text):
             how = block.mark.partition(": ")[0].split(" ")[0]
+            if block.text.startswith("./run.sh walk"):
+                how, block.mark = "not", "not typed: this"
             if self.short and TESTS.match(block.text):
                 how, block.mark = "not", "not typed: the tests, which CI runs beside this"
             if block.kind == "file":
@@ -276,17 +281,17 @@ class Walk:
                     self.arrive()
         self.seconds[page] = time.monotonic() - began
 
-    def clone(self, empty: Path) -> Path:
-        """Clones as README.md does, where that page is not walked → the clone's run.sh."""
+    def clone(self):
+        """Clones as README.md does, where that page is not walked."""
         self.terminal.type("git clone ADDRESS clone && cd clone", 60)
         self.arrive()
-        return empty / "clone/run.sh"
 
     def arrive(self):
         """In the clone: makes what a reader has, which commands within a line name."""
         status, said, seconds = self.terminal.type(HAS, 900)
         self.say("WRONG" if status else "ok", "clone", "MODEL, ROWS.jsonl, MINE.py, runs/NAME",
                  seconds, said if status else "")
+        self.arrived(Path(self.terminal.type("pwd", 60)[1].strip()))
 
     def file(self, block: Block):
         """Writes the file of a block, as the page says."""
@@ -399,31 +404,42 @@ def main() -> int:
         env = environment(folder, options)
         pages = dict.fromkeys(str(path.relative_to(origin)) for pattern in PAGES
                               for path in sorted(origin.glob(pattern)))
+        if unknown := set(options.pages) - set(pages):
+            parser.error(f"{', '.join(sorted(unknown))} is no page of the walk. Would work: "
+                         f"{' '.join(pages)}")
         pages = [page for page in pages if not options.pages or page in options.pages]
+        left = iter(pages)  # an iterator, so no page goes to both readers
         walk = Walk(options.short, Terminal(empty, env, CAPPED * options.short))
-        if "README.md" in pages:
-            pages.remove("README.md")
-            walk.page("README.md", (origin / "README.md").read_text())
-        cloned = (run for run in empty.glob("*/run.sh") if not run.parent.is_symlink())
-        clone = (next(cloned, None) or walk.clone(empty)).parent
-        start_scripts(walk, clone)
-        walk.terminal.close()
 
-        left = iter(pages)
-
-        def read(place: Path):
+        def read(place: Path, scripts: bool):
             """A reader, with a clone of their own, takes page after page."""
-            for page in left:  # an iterator, so no page goes to both
+            if scripts:
+                start_scripts(walk, place)
+            for page in left:
                 terminal = Terminal(place, env,
                                     "source .venv/bin/activate\n" + CAPPED * options.short)
                 replace(walk, terminal=terminal).page(page, (origin / page).read_text())
                 terminal.close()
 
-        places = [clone]
-        if not options.setup:  # an environment cannot be copied to another folder
-            places.append(shutil.copytree(clone, empty / "other", symlinks=True))
-        with ThreadPoolExecutor(2) as readers:
-            list(readers.map(read, places))
+        with ThreadPoolExecutor(1) as second:
+            clones, reading = [], []
+
+            def arrived(clone: Path):
+                """The second reader begins, unless an environment would have to be copied."""
+                clones.append(clone)
+                if not options.setup:
+                    place = shutil.copytree(clone, empty / "other", symlinks=True)
+                    reading.append(second.submit(read, place, scripts=True))
+
+            walk.arrived = arrived
+            if pages[0] == "README.md":
+                walk.page(next(left), (origin / "README.md").read_text())
+            else:
+                walk.clone()
+            walk.terminal.close()
+            read(clones[0], scripts=options.setup)
+            for reader in reading:
+                reader.result()
     return report(walk, time.monotonic() - began)
 
 

@@ -88,14 +88,22 @@ def test_the_short_walk_caps_steps_and_compares_what_two_steps_print(walked):
     """And leaves out what is long, and the tests, by name."""
     script = "printf 'echo $@' > a.sh\npython() { capped bash a.sh $@; }\npython grpo.py --batch 4"
     page = (fenced("echo 'step 1/2  reward 0.102'", STEPS) + fenced("echo 5", "6", "long: hours")
-            + fenced("./run.sh test") + fenced(script, "grpo.py --batch 4 --steps 2"))
+            + fenced("./run.sh test") + "`./run.sh walk --short`\n" + fenced(script, "grpo.py --batch 4 --steps 2"))
     page = page.replace("held-out 1,000\n", "held-out pass@1, before and after: 1\n").replace(
         "  loss -0.0004  gap 5e-06", "")
     verdicts, it, said = walked(page, short=True)
     assert not it.wrong and [x.partition(": ")[2] for x in it.untyped] == [
-        "hours", "the tests, which CI runs beside this"], said
+        "hours", "the tests, which CI runs beside this", "this"], said
     _, it, said = walked(page.replace("0.102'", "0.302'"), short=True)
     assert len(it.wrong) == 1, said
+
+
+def test_a_page_that_is_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["walk.py", "README.md", "docs/use/strat.md"])
+    with pytest.raises(SystemExit, match="2"):
+        walk.main()
+    said = capsys.readouterr().err
+    assert "docs/use/strat.md is no page" in said and "docs/use/start.md" in said
 
 
 def test_a_script_that_does_not_start_is_seen(tmp_path, capsys):
