@@ -1,8 +1,8 @@
 """14. A bound on the wrong side.
 
 PPO's loss takes the pessimistic one of two products, so that no token gains from a ratio beyond the
-bounds. While every ratio is 1, as in the first update of a rollout, this one is right: `prove` does
-not see the mistake. Repair `clipped_loss`.
+bounds. While every ratio is 1, as in the first update of a rollout, this one is right: in a loss of
+your own `prove` does not see the mistake. Repair `clipped_loss`.
 """
 import torch
 

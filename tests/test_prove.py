@@ -37,6 +37,14 @@ MISTAKES = """
 7 | policy_loss(logp, old, A, | policy_loss(logp, old, -A,
 7 | old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()\
  | old = logp.detach()
+1 | rows, args.update_tokens, "update" | rows, args.logprob_tokens, "update"
+8 | if not weights.any(): | if False:
+9 | **args.bounds) | **args.bounds | {"clip_low": 0.9, "clip_high": 9.0})
+9 | from run import Run, set_up | from run import Run, set_up; white = losses.whiten;\
+ losses.whiten = lambda x, among: white(x, among | True) | --advantage reinforce++
+9 | from run import Run, set_up | from run import Run, set_up; weigh = losses.token_weights;\
+ losses.token_weights = lambda n, *given, max_tokens, **named: weigh(\
+ n, *given, max_tokens=n.max(), **named) | --aggregation constant
 """.strip().splitlines()
 # Other mistakes that break the last promise, in grpo.py.
 DOWNHILL = """
@@ -54,6 +62,7 @@ A = micro.take(advantages).to(logp.dtype) | A = micro.take(advantages).to(logp.d
 batch.all_tokens, args.max_tokens, args.overlong | batch.tokens, args.max_tokens, args.overlong\
  | --overlong_buffer 3
 old = micro.take(old_logprobs) if | old = micro.engine_logprobs if
+else logp.detach() | else micro.engine_logprobs
 cut = batch.truncated & args.overlong_filter | cut = ~batch.truncated & args.overlong_filter\
  | --overlong_filter
 """.strip().splitlines()
@@ -122,7 +131,7 @@ def test_a_mistake_breaks_its_promise(mistake, tmp_path):
 
 
 @pytest.mark.parametrize("promises, words", [
-    ("01234567", "--group 4"), ("1347", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
+    ("0123456789", "--group 4"), ("134789", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
      "--entropy_coef 0.01 --engine_correction truncate --aggregation sequence"),
     ("37", "--loss {}/mine.py:soft --group 2"),
     ("4", "--advantage {}/mine.py:pass_at_2 --group 4")])
@@ -263,4 +272,4 @@ def test_a_draw_over_the_batch_falls_short(tmp_path):
 @pytest.mark.parametrize("words", RECIPES)
 def test_recipes(words):
     """Each recipe of the page keeps all promises."""
-    keeps("01234567", words)
+    keeps("0123456789", words)

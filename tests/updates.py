@@ -3,7 +3,6 @@ import copy
 from functools import cache, partial
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
@@ -19,28 +18,15 @@ import learning
 import model
 import ranks
 import reference
-from batch import Batch, Sample
+from batch import Batch
 from learning import difference
 from reference_settings import Setting, arguments
 from tools import float64
+from tools.written import plainly
 
 LIMIT = 1e-11  # from the reference
 SIZES = learning.SIZES | dict(hidden_size=16, intermediate_size=24, head_dim=8,
                               tie_word_embeddings=True, initializer_range=0.3)
-
-
-def plainly(sample: Sample) -> reference.Completion:
-    """The same for the reference. Its rewards are exact: it has no equality up to rounding."""
-    completion = sample.completion
-    reward, *parts = (x if x is None else round(x, 9) for x in (
-        sample.score.total, *sample.score.parts.values()))
-    return reference.Completion(
-        sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
-        completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        reward, dict(zip(sample.score.parts, parts, strict=True)),
-        [turn["paid"] for turn in getattr(completion, "turns", ())],
-        np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
-            completion.tokens).tolist())
 
 
 def save_two(lm, folder: str) -> None:

@@ -1,11 +1,12 @@
-"""tools/prove.py: does `learn` keep eight promises, with your settings and in your own file?
+"""tools/prove.py: does `learn` keep ten promises, with your settings and in your own file?
 
     ./run.sh prove --advantage rloo     grpo.py with these flags; --loss mine.py:NAME too
     ./run.sh prove ppo.py --lam 0.9     another script
     ./run.sh prove mine.py --beta 0.1   your copy of one
 
 The file's own `learn` gets made-up samples and a random Qwen2 of two layers, in float64, on CPU, in
-ways that must make one update; and all rollouts of a policy that is a table (tools/uphill.py).
+ways that must make one update; all rollouts of a policy that is a table (tools/uphill.py); and, to
+the same samples, tests/reference.py's answer (tools/written.py).
 Exit status 1: a promise is broken.
 """
 import importlib.util
@@ -36,20 +37,23 @@ from errors import SettingsError, command
 from flags import parse
 from model_files import config_of
 from rewards import Score
-from tools import float64, uphill
+from tools import float64, uphill, written
 from worker import ROOT, find_file
 
 LIMIT = 1e-12  # as README.md promises
+LARGE = 3e-3  # a rate with which ratios and values reach their bounds
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
 TINY = 1e-300  # it changes no sum but 0
 ROLLOUTS, STATED = "every rollout of a table", "what the flags state"  # the second comes of it
+
+PAPERS = "as the papers write it"
 
 # A promise: (pairs of trials that must come to the same, what may break it).
 PROMISES = {
     "ranks: the same on 1, 2 and 3": (
         [("base", "2 ranks"), ("base", "3 ranks")], "a mean over this rank's rows"),
     "budgets: any number of tokens in a micro-batch": (
-        [("base", "small budgets")], "a mean over a micro-batch"),
+        [("base", "small budgets")], "a mean over a micro-batch, or the budget of another pass"),
     "order: groups and rows in another (one minibatch)": (
         [("one minibatch", "another order")], "a tensor in another order"),
     "single sequences: one at a time, not packed": (
@@ -64,7 +68,12 @@ PROMISES = {
         "a term that acts where the advantage is 0, and is not in `others_act` of learn"),
     "uphill: the expected step is what the flags state": (
         [(STATED, ROLLOUTS)], "a wrong sign, a detached term, a temperature left out, another "
-        "denominator, or π_old that moves")}
+        "denominator, or π_old that moves"),
+    "nothing scored: no update of the weights": (
+        [("base", "then nothing scored")], "an optimizer step without a gradient: momentum moves"),
+    "formulas: what the flags name, as papers write it": (
+        [(f"{PAPERS}, {steps}", steps) for steps in ("one update", "large updates")],
+        "a formula that is not what its name says in tests/reference_losses.py")}
 
 
 # ---- samples that are easy to learn from in a wrong way ----
@@ -88,9 +97,9 @@ def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> lis
             ids = np.array([rng.randrange(VOCAB) for _ in sampled], np.int32)
             logprobs = np.array([rng.gauss(-4.2, 0.3) for _ in sampled], np.float32)
             right = (g == 0) == ((p + seed) % 2 == 0)  # the first alone, or all the others
-            reward = float(right) if binary else rng.random()
-            if p == 1:  # all are equal
-                reward = 1.0
+            reward = float(right) if binary else round(rng.random(), 6)
+            if p == 1:  # all are equal, up to rounding
+                reward = 1.0 if binary else 0.3 if g else 0.1 + 0.2
             if not scored or (p == 3 and g == args.group - 1) or (p == 4 and g > 0):
                 reward = None
             parts = defaultdict(lambda reward=reward: reward)  # each of --reward
@@ -114,6 +123,8 @@ class Trial:
     whitens: bool = True  # else no losses.whiten, batch_std and metrics
     resumes: bool = False  # from the checkpoint within the trial of two steps
     skips: bool = True  # else each completion in the loss is computed, also with advantage 0
+    learn: object = None  # in the place of the file's
+    measured: bool = True  # else its metrics are of something else
     binary: bool | None = None  # of every rollout (uphill.py), whether rewards are 0 and 1
 
 
@@ -121,7 +132,7 @@ def shrunk(args):
     """The settings of a small model. With one update per rollout each ratio is 1, so there are two:
     else a loss that is wrong in the ratio would be proved."""
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
-                 epochs=2 if args.minibatches == 1 else min(args.epochs, 2), max_tokens=LONGEST,
+                 epochs=2 if args.minibatches == 1 else min(args.epochs, 2), max_tokens=LONGEST + 1,
                  dtype="float64", shard_size=0, offload=(), cpu_offload=False, max_grad_norm=0.0)
     print("tried: one call of `learn`, with several updates, so that ratios are not 1. Not tried: "
           "`train`, the loop around it. Changed for it, the rest is yours:", sizes)
@@ -129,18 +140,25 @@ def shrunk(args):
 
 
 def budget(args, tokens: int):
-    """With this token budget of each pass."""
-    return replace(args, **dict.fromkeys(plan.budgets(args), tokens))
+    """With this token budget of an update's passes, and twice that of others."""
+    return replace(args, **{name: tokens * (1 if "update" in name else 2)
+                            for name in plan.budgets(args)})
 
 
 def trials(args, binary: bool) -> dict[str, Trial]:
     """Every trial by its name. binary: rewards are 0 or 1."""
     rows, later = fabricate(args, 0, binary), fabricate(args, 1, binary)
+    nothing = fabricate(args, 2, scored=False)
     first, rest = rows[:args.group], slice(args.group, None)
     others = first + later[rest]
     if args.needs_reward:
-        others += fabricate(args, 2, scored=False)
+        others += nothing
     one = replace(args, minibatches=1, epochs=args.minibatches * args.epochs)
+    large = replace(one, lr=LARGE, minibatches=args.minibatches, epochs=3)
+    if args.needs_critic:
+        large = replace(large, critic_lr=LARGE)
+    single = replace(args, minibatches=1, epochs=1)
+    plain = dict(learn=written.learn, measured=False)
     of_group = dict(alone=range(args.group), whitens=False)
     return {
         "base": Trial(args, [rows]),
@@ -155,6 +173,10 @@ def trials(args, binary: bool) -> dict[str, Trial]:
         "two steps": Trial(args, [rows, later]),
         "resumed": Trial(args, [later], ranks=3, resumes=True),
         "nothing skipped": Trial(args, [rows], skips=False),
+        "then nothing scored": Trial(args, [rows, nothing], measured=False),
+        "one update": Trial(single, [rows]), "large updates": Trial(large, [rows]),
+        f"{PAPERS}, one update": Trial(single, [rows], **plain),
+        f"{PAPERS}, large updates": Trial(large, [rows], **plain),
         ROLLOUTS: Trial(args, [], binary=binary)}
 
 
@@ -227,6 +249,20 @@ def of_one(rewards, scored):
     return 1.0
 
 
+def excess(args, made: dict) -> list[int]:
+    """From here on, how many tokens above its budget each micro-batch with a gradient has."""
+    over = [0]
+    for name, one in made.items():
+        limit = args.critic_update_tokens if name == "critic" else args.update_tokens
+
+        def run(micro, *more, run=one.run, limit=limit):
+            if torch.is_grad_enabled():
+                over.append(micro.size - limit)
+            return run(micro, *more)
+        one.run = run
+    return over
+
+
 def attempt(trial: Trial, file, world, folder: str) -> dict:
     """`learn` of each step → the last one's gradients, weights, metrics: (n,)."""
     args, checkpoints, gradients = trial.args, Path(folder, "checkpoints"), []
@@ -243,16 +279,20 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
     for one in made.values():
         one.optimizer.register_step_pre_hook(lambda optimizer, *_: gradients.append(flat(
             p.grad for p in optimizer.param_groups[0]["params"])))
+    over = excess(args, made)
     for number, samples in enumerate(trial.steps, 1):
-        gradients.clear()
-        metrics = file.learn(args, world, learner, samples, lr=args.lr, **options)
+        before, gradients[:] = gradients[:], []
+        metrics = (trial.learn or file.learn)(args, world, learner, samples, lr=args.lr, **options)
+        if not any(gradient.any() for gradient in gradients):  # a step with nothing to learn
+            gradients[:] = before
         if number < len(trial.steps):
             checkpoint.save(checkpoints, world, made, {"step": number}, keep=1)
     found = {f"gradient {k}": gradient for k, gradient in enumerate(gradients, 1)}
     for name, one in made.items():
         one.module.reshard()  # after a forward without a backward, the root is whole
         found[f"{name}'s weights"] = flat(one.parameters.values())
-    if trial.whitens and trial.skips:  # some metrics are means over what is computed
+    found["tokens of an update above its budget"] = torch.tensor([max(over)]).double()
+    if trial.whitens and trial.skips and trial.measured:  # some are means over what is computed
         found["metrics"] = torch.tensor([*metrics.values()], dtype=torch.float64)
     return found
 
@@ -312,12 +352,22 @@ def judge(pairs, outcomes: dict) -> tuple[float, str]:
     return max(found)
 
 
+def without(trial: str, promises: dict) -> dict:
+    """The promises that are not of this trial."""
+    return {text: one for text, one in promises.items() if one[0][0][1] != trial}
+
+
 def prove(file, args) -> bool:
     """Prints for each promise whether `learn` keeps it → all hold."""
     args, broken, promises = shrunk(args), False, PROMISES
+    if not args.needs_reward:
+        promises = without("then nothing scored", promises)
+    if why := written.why_not(args):
+        print(f"Not tried: formulas, because {why}.")
+        promises = without("one update", promises)
     if why := uphill.why_not(args):
         print(f"Not tried: uphill, because of this script: {why}.")
-        promises = {text: one for text, one in PROMISES.items() if one[0][0][0] != STATED}
+        promises = without(ROLLOUTS, promises)
     elif own := uphill.own_flags(args):
         print(f"What --{', --'.join(own)} state is not known: uphill only means that the expected "
               "reward rises.")

@@ -118,13 +118,14 @@ def every_group(args, pay: str, longest: int, gap: float = 0.0) -> list[Sample]:
     return samples
 
 
-def shrunk(args, terms: bool, group: int = 2):
-    """The settings of such a rollout, in three updates of all of it. terms=False: nothing acts
+def shrunk(args, terms: bool, group: int = 2, updates: int = 3):
+    """The settings of such a rollout, in some updates of all of it. terms=False: nothing acts
     beside the reward. group: the largest that is tried."""
     off = {name: 0.0 for name in TERMS if not terms and name in vars(args)}
     heat = 0.7 if args.temperature == 1 else args.temperature  # at 1 its lack would not show
-    return replace(args, group=min(args.group, group), minibatches=1, epochs=3, temperature=heat,
-                   max_tokens=6, lr=0.03, overlong_buffer=min(args.overlong_buffer, 3), **off)
+    return replace(args, group=min(args.group, group), minibatches=1, epochs=updates, lr=0.03,
+                   temperature=heat, max_tokens=6, overlong_buffer=min(args.overlong_buffer, 3),
+                   **off)
 
 
 def plain_flags(args) -> set[str]:
@@ -332,17 +333,19 @@ def outcomes(args, file, world, binary: bool) -> tuple[dict, dict]:
     if not Stated(some, every_group(some, pay, 2), tables_of(some)).A.any():
         sizes = 5, 1  # it needs larger groups: shorter completions then
     pairs = [trial("reward", args, file, world, pay, *sizes),
-             trial("all terms", args, file, world, pay, *sizes)]
+             trial("all terms", args, file, world, pay, *sizes),
+             trial("one update", args, file, world, pay, *sizes)]
     if any(vars(args).get(name) for name in TERMS):
         pairs.append(trial("other terms", args, file, world, "equal", *sizes))
     return tuple({what: x for pair in pairs for what, x in pair[side].items()} for side in (0, 1))
 
 
 def trial(acts: str, args, file, world, pay: str, group: int, longest: int) -> tuple[dict, dict]:
-    """The same of one call of `learn`. acts: "reward", "all terms" of the flags, or, where rewards
-    are equal, "other terms". With "all terms" the engine and a critic are a little off. A finite
-    difference that is as it should be is 1."""
-    args, own, whole = shrunk(args, acts != "reward", group), own_flags(args), acts == "all terms"
+    """The same of one call of `learn`. acts: "reward", "all terms" of the flags, the same in "one
+    update", or, where rewards are equal, "other terms". With "all terms" the engine and a critic
+    are a little off. A finite difference that is as it should be is 1."""
+    own, whole = own_flags(args), acts in ("all terms", "one update")
+    args = shrunk(args, acts != "reward", group, updates=1 if acts == "one update" else 3)
     samples = every_group(args, pay, longest, 0.02 * whole)
     stated = Stated(args, samples, tables_of(args, 0.1 * whole))
     seen = learned(args, file, world, samples, stated.tables)

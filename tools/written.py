@@ -1,0 +1,73 @@
+"""tools/written.py: a step as tests/reference.py writes it, from the papers, for prove.py.
+
+The reference has no batch, and nothing of losses.py: one completion at a time, one token at a time.
+Here it learns with the shipped models, so all that may differ is what `learn` makes of them.
+"""
+import sys
+
+import numpy as np
+
+from batch import Batch, MicroBatch, Sample
+from tools import uphill
+from worker import ROOT
+
+sys.path.append(str(ROOT / "tests"))
+import reference as papers
+
+# What the reference has, of the flags that choose a formula.
+KNOWN = {
+    "loss": "clip gspo cispo reinforce",
+    "advantage": "dr_grpo grpo rloo reinforce++ reinforce++-baseline",
+    "kl_estimator": "k1 k2 k3 k3_ratio",
+    "aggregation": "token sequence constant prompt",
+    "engine_correction": "none truncate mask sequence_truncate sequence_mask sequence_mean"}
+
+
+def why_not(args) -> str:
+    """Why a script's step is not written there. "": it is."""
+    if why := uphill.why_not(args):
+        return why
+    if own := uphill.own_flags(args):
+        return f"it has --{', --'.join(own)}"
+    unknown = [f"--{flag} {vars(args)[flag]}" for flag, names in KNOWN.items()
+               if flag in vars(args) and vars(args)[flag] not in names.split()]
+    return f"tests/reference.py has no {', '.join(unknown)}" if unknown else ""
+
+
+def plainly(sample: Sample) -> papers.Completion:
+    """The same for the reference. Its rewards are exact: it has no equality up to rounding."""
+    completion = sample.completion
+    reward, *parts = (x if x is None else round(x, 9) for x in (
+        sample.score.total, *sample.score.parts.values()))
+    return papers.Completion(
+        sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
+        completion.logprobs[completion.sampled].tolist(), completion.truncated,
+        reward, dict(zip(sample.score.parts, parts, strict=True)),
+        [turn["paid"] for turn in getattr(completion, "turns", ())],
+        np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
+            completion.tokens).tolist())
+
+
+class Plain:
+    """A shipped policy or critic with the methods of reference.Model."""
+
+    def __init__(self, one, micros: dict):
+        """micros: {id of a completion: it alone as a micro-batch}."""
+        self.one, self.micros, self.step = one, micros, one.step
+
+    def logprobs(self, completion):
+        return self.one.logprobs(self.micros[id(completion)], self.one.args.temperature, True)
+
+    def values(self, completion):
+        return self.one.values(self.micros[id(completion)])
+
+
+def learn(args, world, models, samples, *, lr, reference=None, critic_lr=0.0, kl_coef=0.0):
+    """`learn` of grpo.py, or with a critic of ppo.py."""
+    batch, completions = Batch(samples), [*map(plainly, samples)]
+    micros = {id(one): MicroBatch(batch, [i], world.device) for i, one in enumerate(completions)}
+    before = reference and Plain(reference, micros)
+    if not args.needs_critic:
+        return papers.grpo(args, Plain(models, micros), before, completions, lr)
+    policy, critic = (Plain(one, micros) for one in models)
+    return papers.ppo(args, policy, critic, before, completions, lr, critic_lr, kl_coef)
