@@ -2,7 +2,7 @@
 
 PPO's loss takes the pessimistic one of two products, so that no token gains from a ratio beyond the
 bounds. While every ratio is 1, as in the first update of a rollout, this one is right: in a loss of
-your own `prove` does not see the mistake. Repair `clipped_loss`.
+your own `prove` does not see it. Repair `clipped_loss`.
 """
 import torch
 
