@@ -131,8 +131,8 @@ def test_a_mistake_breaks_its_promise(mistake, tmp_path):
 
 
 @pytest.mark.parametrize("promises, words", [
-    ("0123456789", "--group 4"), ("134789", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 "
-     "--entropy_coef 0.01 --engine_correction truncate --aggregation sequence"),
+    ("0123456789", "--group 4"), ("134789", "ppo.py --minibatches 3 --kl_reward_coef 0.05 "
+     "--gamma 0.99 --entropy_coef 0.01 --engine_correction truncate --aggregation sequence"),
     ("37", "--loss {}/mine.py:soft --group 2"),
     ("4", "--advantage {}/mine.py:pass_at_2 --group 4")])
 def test_what_is_shipped_keeps_its_promises(promises, words, tmp_path):

@@ -17,7 +17,6 @@ from transformers import (
 import learning
 import model
 import ranks
-import reference
 from batch import Batch
 from learning import difference
 from reference_settings import Setting, arguments
