@@ -39,9 +39,9 @@ MISTAKES = """
  | old = logp.detach()
 1 | rows, args.update_tokens, "update" | rows, args.logprob_tokens, "update"
 8 | if not weights.any(): | if False:
-9 | **args.bounds) | **args.bounds | {"clip_low": 0.9, "clip_high": 9.0})
+9 | **args.bounds) | **{**args.bounds, "clip_low": 0.9, "clip_high": 9.0})
 9 | from run import Run, set_up | from run import Run, set_up; white = losses.whiten;\
- losses.whiten = lambda x, among: white(x, among | True) | --advantage reinforce++
+ losses.whiten = lambda x, among: white(x, among >= 0) | --advantage reinforce++
 9 | from run import Run, set_up | from run import Run, set_up; weigh = losses.token_weights;\
  losses.token_weights = lambda n, *given, max_tokens, **named: weigh(\
  n, *given, max_tokens=n.max(), **named) | --aggregation constant
