@@ -88,7 +88,8 @@ def test_the_short_walk_caps_steps_and_compares_what_two_steps_print(walked):
     """And leaves out what is long, and the tests, by name."""
     script = "printf 'echo $@' > a.sh\npython() { capped bash a.sh $@; }\npython grpo.py --batch 4"
     page = (fenced("echo 'step 1/2  reward 0.102'", STEPS) + fenced("echo 5", "6", "long: hours")
-            + fenced("./run.sh test") + "`./run.sh walk --short`\n" + fenced(script, "grpo.py --batch 4 --steps 2"))
+            + fenced("./run.sh test") + "`./run.sh walk --short`\n"
+            + fenced(script, "grpo.py --batch 4 --steps 2"))
     page = page.replace("held-out 1,000\n", "held-out pass@1, before and after: 1\n").replace(
         "  loss -0.0004  gap 5e-06", "")
     verdicts, it, said = walked(page, short=True)
