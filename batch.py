@@ -21,11 +21,11 @@ row attends to the same tokens as it would unpacked, so packing changes log-prob
 (tests/test_float64.py).
 
 Top to bottom: rows to micro-batches by their sizes, the packed input and its attention, and the
-classes of the batch: `Completion`, `Sample`, `Batch` and `MicroBatch`.
+classes of the batch: `Sample`, `Batch` and `MicroBatch`.
 """
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -33,9 +33,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data import Prompt
+from data import Prompt, Row
 from dist import World, pad_to_multiple, share
-from rewards import Score
 
 # ---- rows → micro-batches ----
 
@@ -291,15 +290,34 @@ def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options)
 # ---- the batch ----
 
 @dataclass
-class Completion:
-    """The T tokens that came after a prompt."""
-    ids: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32, of the engine; 0 where not sampled
-    truncated: bool  # it reached --max_tokens and has no end-of-sequence token
-    # (T,) bool: False for a token that an environment inserted between turns; None: all True
+class Sample:
+    """A completion: the T tokens after a prompt, and what a step computes for it.
+
+    The engine makes it and appends tokens, rewards.py sets the text and the reward, and
+    `Batch.note_advantages` the advantages.
+    """
+    prompt: Prompt
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # (T,) int32
+    logprobs: np.ndarray = None  # (T,) float32, of the engine; 0 where not sampled. None: all 0
+    truncated: bool = False  # it reached --max_tokens and has no end-of-sequence token
+    # (T,) bool: False for a token that an environment inserted between turns. None: all True
     sampled: np.ndarray = None
+    text: str = ""  # the decoded ids
+    reward: float | None = None  # the weighted sum of `rewards`; None: it has no reward
+    rewards: dict[str, float | None] = field(default_factory=dict)  # of each --reward; None: none
+    error: str | None = None  # why it has no reward
+    advantage: float | None = None  # mean over its tokens; None: not in the loss
+    advantages: torch.Tensor | None = None  # one for each sampled token
+    seed: int = 0  # of the tokens that the engine appends next
+    room: int | None = None  # the maximum number of them; None: as many as --max_tokens leaves
+    # Its chat messages. []: one, the text.
+    turns: list[dict] = field(default_factory=list)
+    # Arrays that a part adds by name. One of shape (T,) has a number for each token.
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self):
+        if self.logprobs is None:
+            self.logprobs = np.zeros(len(self.ids), np.float32)
         if self.sampled is None:
             self.sampled = np.ones(len(self.ids), bool)
 
@@ -308,20 +326,19 @@ class Completion:
         """The number of tokens that the policy sampled, at most T."""
         return int(self.sampled.sum())
 
-    def messages(self, text: str) -> list[dict]:
-        """Returns the completion as chat messages. text: the decoded ids."""
-        return [{"role": "assistant", "content": text}]
+    def messages(self) -> list[dict]:
+        """Returns the completion as chat messages."""
+        return self.turns or [{"role": "assistant", "content": self.text}]
 
-
-@dataclass
-class Sample:
-    """A completion with its prompt, and the results of the step for it."""
-    prompt: Prompt
-    completion: Completion
-    text: str = ""  # the decoded completion; set when it is scored
-    score: Score | None = None  # its reward
-    advantage: float | None = None  # mean over its tokens; None: not in the loss
-    advantages: torch.Tensor | None = None  # one for each sampled token
+    def append(self, ids, logprobs, truncated: bool = False, sampled: bool = True, **extras):
+        """Appends tokens: ids (n,) and their log-probs (n,), in nats. sampled: the policy sampled
+        them. truncated, extras: of the whole completion, as it is with them.
+        """
+        self.ids = np.append(self.ids, ids).astype(np.int32)
+        self.logprobs = np.append(self.logprobs, logprobs).astype(np.float32)
+        self.sampled = np.append(self.sampled, np.full(len(ids), sampled))
+        self.truncated = truncated
+        self.extras |= extras
 
 
 class Batch:
@@ -335,14 +352,14 @@ class Batch:
     """
 
     def __init__(self, samples: list[Sample]):
-        self.samples, completions = samples, [s.completion for s in samples]
-        self.all_tokens = torch.tensor([len(c.ids) for c in completions]).long()  # (N,)
-        self.tokens = torch.tensor([c.tokens for c in completions]).long()  # (N,) sampled ones
-        logprobs = [torch.from_numpy(c.logprobs[c.sampled]) for c in completions]
+        self.samples = samples
+        self.all_tokens = torch.tensor([len(s.ids) for s in samples]).long()  # (N,)
+        self.tokens = torch.tensor([s.tokens for s in samples]).long()  # (N,) sampled ones
+        logprobs = [torch.from_numpy(s.logprobs[s.sampled]) for s in samples]
         self.engine_logprobs = torch.cat([torch.empty(0), *logprobs])  # (M,)
         self.places = self.split(torch.arange(int(self.tokens.sum())))  # N parts of 0, …, M - 1
-        self.truncated = torch.tensor([c.truncated for c in completions]).bool()  # (N,)
-        rewards = [s.score.total for s in samples]  # None: not scored
+        self.truncated = torch.tensor([s.truncated for s in samples]).bool()  # (N,)
+        rewards = [s.reward for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
         # The first number of a Size says which samples share a prompt. It is only compared, and
@@ -352,7 +369,7 @@ class Batch:
             data_row = sample.prompt.row
             if last != data_row:  # adjacent samples with equal data rows share a prompt
                 owner, last = i, data_row
-            self.sizes.append((owner, len(data_row.prompt_ids), len(sample.completion.ids)))
+            self.sizes.append((owner, len(data_row.prompt_ids), len(sample.ids)))
 
     def per_token(self, x: torch.Tensor) -> torch.Tensor:
         """Repeats each completion's value for its sampled tokens: (N,) → (M,)."""
@@ -371,7 +388,7 @@ class Batch:
         """Returns the values of one reward of --reward, without its weight, (N,) float64. NaN means
         that the reward has no value for the completion. name: the reward's name.
         """
-        parts = [s.score.parts[name] for s in self.samples]
+        parts = [s.rewards[name] for s in self.samples]
         return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
@@ -421,8 +438,9 @@ class Batch:
             sample.advantages, sample.advantage = own, float(own.mean()) if in_loss else None
 
 
-# The completion of a micro-batch without rows: its only token was not sampled.
-NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
+# The sample of a micro-batch without rows: its only token was not sampled.
+NOTHING = Sample(Prompt(0, Row(0, "", [0], None, {}, "")), np.zeros(1, np.int32),
+                 sampled=np.zeros(1, bool))
 
 
 class MicroBatch:
@@ -436,21 +454,20 @@ class MicroBatch:
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
         self.batch, self.rows, self.device = batch, rows, device
-        self.samples = [batch.samples[row] for row in rows]
-        completions = [s.completion for s in self.samples] or [NOTHING]
-        prompts = [s.prompt.row.prompt_ids for s in self.samples] or [[0]]
+        self.samples = [batch.samples[row] for row in rows] or [NOTHING]
+        prompts = [s.prompt.row.prompt_ids for s in self.samples]
         owners = [batch.sizes[row][0] for row in rows] or [0]
-        completion_ids = [torch.from_numpy(c.ids).long() for c in completions]
+        completion_ids = [torch.from_numpy(s.ids).long() for s in self.samples]
         ids, positions, packed, sources = pack(owners, prompts, completion_ids, device)
         self.size = ids.numel()  # S, the number of input tokens
         self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
                        "position_ids": to_device(positions, device)}
-        sampled = torch.cat([torch.from_numpy(c.sampled) for c in completions])
+        sampled = torch.cat([torch.from_numpy(s.sampled) for s in self.samples])
         self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
         self.targets = to_device(torch.cat(completion_ids)[sampled], device)  # (n,)
-        counts = torch.tensor([c.tokens for c in completions])
+        counts = torch.tensor([s.tokens for s in self.samples])
         # (n,): the number of each token's completion within `rows`
-        self.row = to_device(torch.arange(len(completions)).repeat_interleave(counts), device)
+        self.row = to_device(torch.arange(len(self.samples)).repeat_interleave(counts), device)
         # (n,): the index of each token in an (M,) vector of the batch
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
         self.engine_logprobs = self.take(batch.engine_logprobs)  # (n,)
@@ -464,9 +481,9 @@ class MicroBatch:
         """Returns a random number in [0, 1) for each token, (n,). It depends only on the completion
         and its prompt's position in the run, not on the order or the micro-batch.
         """
-        found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
-            s.completion.tokens) for s in self.samples]
-        return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
+        found = [np.random.default_rng([s.prompt.position, *s.ids]).random(s.tokens)
+                 for s in self.samples]
+        return to_device(torch.from_numpy(np.concatenate(found)), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the values of the n tokens of this micro-batch: x (M,) of the batch → (n,)."""

@@ -16,7 +16,7 @@ import numpy as np
 import losses
 from batch import Batch, Sample
 from data import Prompt, Row
-from rewards import Pool, Score, score_samples
+from rewards import Pool, score_samples
 from settings import Count, Flags, Number
 
 
@@ -92,16 +92,16 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
     they have groups_equal: the share of rows whose scored rewards are all equal, so that grpo.py
     would get no gradient from them.
     """
-    n, passed = args.eval_samples, [passes(s.score, args.eval_pass) for s in samples]
+    n, passed = args.eval_samples, [passes(s, args.eval_pass) for s in samples]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
-    totals = [s.score.total for s in samples if s.score.total is not None]
+    totals = [s.reward for s in samples if s.reward is not None]
     found = {}
     for k in sorted({2**i for i in range(n.bit_length())} | {n}):
         rows = np.array([pass_at_k(n, c, k) for c in correct])
         found[f"pass@{k}"] = rows.mean()
         found[f"pass@{k}_low"], found[f"pass@{k}_high"] = interval(rows)
     found["rows"], found["unscored"] = len(correct), len(samples) - len(totals)
-    found["length_mean"] = sum(s.completion.tokens for s in samples) / len(samples)
+    found["length_mean"] = sum(s.tokens for s in samples) / len(samples)
     if totals:
         found["reward"] = sum(totals) / len(totals)
     if n > 1:
@@ -111,12 +111,12 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
     return {prefix + name: value for name, value in found.items()}
 
 
-def passes(score: Score, least: float) -> bool:
+def passes(sample: Sample, least: float) -> bool:
     """Returns whether a completion passes: whether the first reward that applies to its row is at
-    least `least`, up to rounding. A completion without a score does not pass.
+    least `least`, up to rounding. A completion without a reward does not pass.
     """
-    values = [value for value in score.parts.values() if value is not None]
-    if score.total is None:
+    values = [value for value in sample.rewards.values() if value is not None]
+    if sample.reward is None:
         return False
     return values[0] >= least or losses.equal(values[0], least)
 

@@ -295,21 +295,23 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
     """Returns the metrics of all completions of a step, which took `seconds` to sample: counts,
     lengths, tokens per second, rewards, and an estimate of the policy's entropy. Means of rewards
     are over the completions that have a score."""
-    done, scores = [s.completion for s in samples], [s.score for s in samples]
-    tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
-    turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
+    n, tokens = len(samples), sum(s.tokens for s in samples)
+    scored = [s.reward for s in samples if s.reward is not None]
+    # Runs of sampled tokens.
+    turns = sum(1 + (s.sampled[1:] > s.sampled[:-1]).sum() for s in samples)
     metrics = {
-        "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
+        "rollout/completions": n, "rollout/unscored": n - len(scored),
         "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / (seconds or math.inf),
-        "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
-        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
+        "rollout/length_mean": tokens / n, "rollout/turns_mean": float(turns / n),
+        "rollout/truncated_frac": sum(s.truncated for s in samples) / n,
         # The expectation of -log π(token) is the entropy of π, so this needs no logits.
-        "policy/entropy": -sum(float(c.logprobs.sum(dtype=float)) for c in done) / max(1, tokens)}
-    for name in scores[0].parts:
-        values = [s.parts[name] for s in scores if s.parts[name] is not None]
+        "policy/entropy": -sum(
+            float(s.logprobs.sum(dtype=float)) for s in samples) / max(1, tokens)}
+    for name in samples[0].rewards:
+        values = [s.rewards[name] for s in samples if s.rewards[name] is not None]
         if values:
             metrics[f"reward/{name}"] = float(np.mean(values))
-    if scored and scores[0].parts:  # without parts there is no --reward
+    if scored and samples[0].rewards:  # else there is no --reward
         metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     return metrics
 
@@ -329,9 +331,8 @@ def sample_row(s: Sample, decode=None) -> dict:
     if decode:
         prompt = decode(asked.prompt_ids, clean_up_tokenization_spaces=False)
     row = {"position": s.prompt.position, "prompt": prompt, "completion": s.text,
-           "turns": s.completion.messages(s.text), "answer": asked.answer, "reward": s.score.total,
-           "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-           "truncated": s.completion.truncated}
+           "turns": s.messages(), "answer": asked.answer, "reward": s.reward, "rewards": s.rewards,
+           "advantage": s.advantage, "tokens": s.tokens, "truncated": s.truncated}
     return row | token_row(s, decode)
 
 
@@ -341,16 +342,13 @@ def token_row(s: Sample, decode=None) -> dict:
     the tokenizer's, or if the completion was in no batch of an update."""
     if decode is None or s.advantages is None:
         return {}
-    ids, sampled = s.completion.ids.tolist(), s.completion.sampled
-    advantages = np.zeros(len(ids))
-    advantages[sampled] = s.advantages
-    numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
-    # A kind of completion may have more vectors with one number per token.
-    numbers |= {name: x for name, x in vars(s.completion).items() if isinstance(x, np.ndarray)
-                and x.shape == sampled.shape and name not in ("ids", "logprobs", "sampled")}
+    ids, advantages = s.ids.tolist(), np.zeros(len(s.ids))
+    advantages[s.sampled] = s.advantages
+    numbers = {"engine_logprobs": s.logprobs, "advantages": advantages}
+    numbers |= {name: x for name, x in s.extras.items() if x.shape == s.sampled.shape}
     # Some tokenizers drop a space at the start: a token's text is the second of two.
     texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
-    return {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
+    return {"token_texts": [texts[i] for i in ids], "sampled": s.sampled.tolist()} | {
         name: (x.astype(np.float64).round(7) if x.dtype.kind == "f" else x).tolist()
         for name, x in numbers.items()}
 

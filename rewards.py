@@ -1,14 +1,14 @@
-"""rewards.py: completions → scores, in workers; one that hangs is killed.
+"""rewards.py: completions → rewards, in workers; one that hangs is killed.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py
 
-An Item is a completion with its row. A call is what a worker scores at once: one item, or all items
-of a prompt if a reward takes groups. A worker returns what each reward returned for each item, and
-`Pool.score` makes a Score of it.
+A worker gets of each completion a dict, the item: {name of a parameter: argument}. It returns
+{name of a reward: its number, or a text that says why not}. A call is what a worker scores
+at once: one item, or all items of a prompt if a reward takes groups.
 
 A reward that hangs, raises or ends its process costs only its own completions, which then have no
-score. Top to bottom, from the outside in: scoring a batch, checking the flags and rows before the
+reward. Top to bottom, from the outside in: scoring a batch, checking the flags and rows before the
 first step, and the processes.
 """
 import contextlib
@@ -34,7 +34,7 @@ from answers import ANSWERS, REWARDS, answers_of
 from dist import World
 from errors import SettingsError, as_sentence
 from settings import Flags, Range
-from worker import ROOT, Item, RewardSpec, find_file
+from worker import ROOT, RewardSpec, find_file
 
 START_SECONDS = 120  # timeout for a worker to start, and for what its first call loads
 MEMORY_GB = 4  # memory limit of a worker, and of each process that a reward starts
@@ -50,45 +50,61 @@ class RewardArgs(Flags):
     """Seconds per completion. A late one has no score and is counted."""
 
 
-@dataclass
-class Score:
-    """The reward of a completion."""
-    total: float | None  # the sum of weight * part; None: it has no reward
-    parts: dict[str, float | None]  # what each reward returned; None: no number
-    error: str | None  # why it has no reward; None: it has one
-
-
 # ---- a batch ----
 
 def score_samples(pool: "Pool", world: World, log, samples: list, group: int) -> None:
-    """Scores the samples of a step across all ranks, and stores the text and score of each sample
-    on every rank. `group` consecutive samples share a prompt. log: a log.Log. All ranks must call
-    it (a collective).
+    """Scores the samples of a step across all ranks, and sets text, reward, rewards and error of
+    each sample on every rank. `group` consecutive samples share a prompt. log: a log.Log. All ranks
+    must call it (a collective).
     """
     world.same_phase("reward", len(samples))
     with log.time("reward"):
         size = group if pool.groups else 1  # completions per call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        items = [item_of(sample, pool.decode) for call in world.mine(calls) for sample in call]
+        mine = sum(world.mine(calls), [])
+        for sample in mine:
+            sample.text = pool.decode(sample.ids)
         pool.progress["global_step"] = max(world.step, 0)  # -1 before the first step
-        scores = pool.ask(items, size)
-        texts = [item.completion for item in items]
+        items = [item_of(sample) for sample in mine]
+        found = pool.ask(items, size)
         # Rewards have their own time limits, and a worker's first call loads what it needs.
         more = pool.seconds([items]) + START_SECONDS
-        scored = world.gather(list(zip(texts, scores, strict=True)), more)
-    for sample, (text, score) in zip(samples, scored, strict=True):
-        sample.text, sample.score = text, score
-    report(pool, log, [score.error for _, score in scored], len(calls))
+        found = world.gather([(s.text, one) for s, one in zip(mine, found, strict=True)], more)
+    for sample, (text, one) in zip(samples, found, strict=True):
+        sample.text = text
+        sample.reward, sample.rewards, sample.error = weighted_sum(pool.parts, one)
+    report(pool, log, [sample.error for sample in samples], len(calls))
 
 
-def item_of(sample, decode) -> Item:
-    """Returns the Item that a worker gets for a sample: its texts, its ids and messages, the number
-    of sampled tokens, the row's answer and columns. decode: a function from ids to a text.
+def item_of(sample) -> dict:
+    """Returns the arguments of a reward's function for a sample, by the names of the parameters:
+    worker.ITEM. `columns` are those of its row, which are arguments too.
     """
-    row, completion = sample.prompt.row, sample.completion
-    text = decode(completion.ids)
-    return Item(row.prompt, text, row.answer, row.columns, completion.tokens,
-                completion.truncated, completion.ids.tolist(), completion.messages(text))
+    row = sample.prompt.row
+    return {"prompt": row.prompt, "completion": sample.text, "answer": row.answer,
+            "tokens": sample.tokens, "truncated": sample.truncated,
+            "completion_ids": sample.ids.tolist(), "turns": sample.messages(),
+            "columns": row.columns}
+
+
+def weighted_sum(specs: list[RewardSpec], found: dict) -> tuple[float | None, dict, str | None]:
+    """Returns reward, rewards and error of a Sample: the weighted sum of the rewards that apply to
+    its row, the number of each, and why there is no sum.
+
+    found: what a worker returned, {name: value}. A value is a number; None: the reward does not
+    apply to the row (a function in TRL's format returned None); or a text: why it has none. A name
+    that is no reward's, such as a part's count, is only in `rewards`.
+
+    There is no sum if a reward has none, or if none applies. The sum of no rewards is 0.
+    """
+    rewards = {name: None if isinstance(value, str) else value for name, value in found.items()}
+    errors = [value for value in found.values() if isinstance(value, str)]
+    applied = [spec for spec in specs if rewards[spec.name] is not None]
+    if specs and not applied:
+        errors.append("every reward returned None: none applies to the row")
+    if errors:
+        return None, rewards, errors[0]
+    return sum((spec.weight * rewards[spec.name] for spec in applied), 0.0), rewards, None
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
@@ -312,38 +328,19 @@ class Pool:
         if self.needs is None:
             raise SettingsError(self.refused)
 
-    def ask(self, items: list[Item], size: int = 1) -> list[Score]:
-        """Has the workers score the items, and returns a Score for each. `size` consecutive items
-        are one call. Without --reward no worker is called, and the total of each is 0.
+    def ask(self, items: list[dict], size: int = 1) -> list[dict]:
+        """Has the workers score the items, and returns what they found for each: {name of a reward:
+        a number, None or a text} (see weighted_sum). `size` consecutive items are one call.
+        Without --reward no worker is called, and each is {}.
         """
         if not self.parts:
-            return [self.score([], None) for _ in items]
-        self.items, self.scores = items, [None] * len(items)
+            return [{} for _ in items]
+        self.items, self.found = items, [None] * len(items)
         self.refused = ""  # with a new batch a worker may start again
         self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:
             inbox.join()
-        return self.scores
-
-    def score(self, values: list, error: str | None) -> Score:
-        """Returns the Score of an item: the weighted sum of the rewards that apply to its row.
-
-        values: for each reward a number; NaN: it does not apply to the row; None: it failed or has
-        no value for the completion. error: the last error of a reward; None: nothing failed.
-
-        A completion has no total if a reward failed or has no value for it, or if none applies. The
-        sum of no rewards is 0. (If a function in TRL's format returns None, the worker makes it
-        NaN: it does not apply.)
-        """
-        known = {reward: value for reward, value in zip(self.parts, values, strict=True)
-                 if value is not None and not math.isnan(value)}
-        found = {reward.name: known.get(reward) for reward in self.parts}
-        if not error and None in values:
-            error = f"{self.parts[values.index(None)].name} returned None"
-        if not error and self.parts and not known:
-            error = "every reward returned None: none applies to the row"
-        total = None if error else sum((reward.weight * x for reward, x in known.items()), 0.0)
-        return Score(total, found, error)
+        return self.found
 
     def put(self, calls: list[slice]) -> None:
         """Puts lists of calls into the inboxes; a worker gets all calls of a list at once. Here
@@ -406,7 +403,7 @@ class Pool:
         return worker
 
     def call(self, worker: Worker, calls: list[slice]) -> None:
-        """Has a worker answer these calls, and stores the Scores. Raises an exception if the
+        """Has a worker answer these calls, and stores what it found. Raises an exception if the
         worker fails or does not answer in time. Its first call may load what the function needs.
         InterruptedError: the worker got SIGTERM, which may have ended processes that a reward
         started, so another worker must answer.
@@ -425,22 +422,22 @@ class Pool:
         if loading:  # the next worker's first call may load four times as long as this one took
             self.loading = 4 * (time.monotonic() - began)
         for call, found in zip(calls, results, strict=True):
-            self.scores[call] = [self.score(*of_item) for of_item in found]
+            self.found[call] = found
 
-    def seconds(self, batch: list[list[Item]]) -> float:
+    def seconds(self, batch: list[list]) -> float:
         """Returns the time limit for these calls, in seconds: --reward_timeout per completion.
         batch: the items of each call.
         """
         return self.args.reward_timeout * sum(map(len, batch))
 
     def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """Handles a worker's failure. If it had one call, the items of that call get a Score with
-        the error. If it had several, each goes back into the inbox on its own.
+        """Handles a worker's failure. If it had one call, the items of that call have no reward. If
+        it had several, each goes back into the inbox on its own.
         """
         if len(calls) > 1:
             for call in calls:
                 inbox.put([call])
             return
         items = self.items[calls[0]]
-        why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
-        self.scores[calls[0]] = [self.score([None] * len(self.parts), why) for _ in items]
+        why = f"{error}\nThe completion: {items[0]['completion'][:300]!r}"
+        self.found[calls[0]] = [{spec.name: why for spec in self.parts} for _ in items]

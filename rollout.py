@@ -7,7 +7,7 @@ weights into it; afterwards the engine sleeps. With --tp K, K consecutive ranks 
 Each completion has its own seed, so the samples do not depend, up to rounding, on the number of
 ranks or on how requests are split over engines.
 
-Top to bottom: the flags; Engine (weights in: `load`, `take`; completions out: `sample`, `complete`,
+Top to bottom: the flags; Engine (weights in: `load`, `take`; samples out: `sample`, `complete`,
 `generate`); its limits, which the plan needs too; and the environment variables that vLLM reads.
 """
 import hashlib
@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from batch import Completion, Sample
-from data import Prompt, Row
+from batch import Sample
+from data import Prompt
 from dist import World, assert_divisible, card_bytes, share
 from model import Policy, Trained, compute_dtype
 from settings import Count, Flags, Range
@@ -65,14 +65,6 @@ class EngineArgs(Flags):
         if words := " and ".join(f"{n:,} {word}" for n, word in multiples if n % self.tp):
             works = max(k for k in range(1, self.tp + 1) if not any(n % k for n, _ in multiples))
             yield f"--tp must divide the {words} (got {self.tp}). Would work: --tp {works}."
-
-
-class Request(NamedTuple):
-    """One completion to generate."""
-    prompt_ids: list[int]
-    seed: int
-    room: int | None = None  # maximum tokens to generate; None: --max_tokens
-    row: Row | None = None  # the prompt's data row, for parts
 
 
 def hash_seed(*parts: int | str) -> int:
@@ -199,67 +191,68 @@ class Engine:
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """Samples `group` completions for each prompt. Returns the samples of all ranks in request
-        order, the same list on every rank; rewards.score_samples fills in their texts and scores.
-        Seeds depend on `purpose`, so evaluations and training use different random streams. All
-        ranks must call it (a collective)."""
-        repeated = [prompt for prompt in prompts for _ in range(group)]  # one per completion
-        requests = []
-        for i, p in enumerate(repeated):
-            seed = hash_seed(self.seed, purpose, p.position, i % group)
-            requests.append(Request(p.row.prompt_ids, seed, row=p.row))
-        self.world.same_phase("rollout", len(requests))
+        """Samples `group` completions for each prompt. Returns the samples of all ranks, the same
+        list on every rank; rewards.score_samples fills in their texts and rewards. Seeds depend on
+        `purpose`, so evaluations and training use different random streams. All ranks must call it
+        (a collective)."""
+        samples = [Sample(prompt, seed=hash_seed(self.seed, purpose, prompt.position, i))
+                   for prompt in prompts for i in range(group)]
+        self.world.same_phase("rollout", len(samples))
         with self.log.time("rollout"):
-            completions = self.complete(requests, temperature)
-        return [Sample(*one) for one in zip(repeated, completions, strict=True)]
+            self.complete(samples, temperature)
+        return samples
 
-    def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """Returns one completion per request, in request order, the same list on every rank. Each
-        engine generates its share. All ranks must call it (a collective)."""
+    def complete(self, samples: list[Sample], temperature: float) -> None:
+        """Appends tokens to each sample, in place, until it ends, has --max_tokens or got as many
+        as its `room`. `samples` is the same list on every rank; each engine generates its share.
+        All ranks must call it (a collective)."""
         engine, tp_rank = divmod(self.world.rank, self.args.tp)
-        mine = requests[share(len(requests), self.engine_count, engine)]
-        completions = self.generate(mine, temperature)
-        # All ranks of an engine have the same completions; each keeps its share.
-        return self.world.gather(completions[share(len(mine), self.args.tp, tp_rank)])
+        mine = samples[share(len(samples), self.engine_count, engine)]
+        found = self.generate(mine, temperature)
+        # All ranks of an engine have the same tokens; each keeps its share.
+        found = self.world.gather(found[share(len(mine), self.args.tp, tp_rank)])
+        for sample, new in zip(samples, found, strict=True):
+            sample.append(**new)
 
-    def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """Generates a completion for each request on this engine. Its log-probs, in nats, are those
-        of the sampling distribution (after the temperature)."""
-        found = self.outputs(requests, temperature) if requests else []
-        return [self.completion(output.outputs[0]) for output in found]
+    def generate(self, samples: list[Sample], temperature: float) -> list[dict]:
+        """Generates tokens for each sample on this engine. Returns for each the arguments of
+        `Sample.append`. Log-probs, in nats, are those of the sampling distribution (after the
+        temperature)."""
+        found = self.outputs(samples, temperature) if samples else []
+        return [self.new_tokens(output.outputs[0]) for output in found]
 
-    def outputs(self, requests: list[Request], temperature: float, **options) -> list:
-        """Runs vLLM on the requests and returns its RequestOutput objects, in request order.
-        options: further arguments of vLLM's generate."""
+    def outputs(self, samples: list[Sample], temperature: float, **options) -> list:
+        """Runs vLLM on the samples and returns its RequestOutput objects, in their order. options:
+        further arguments of vLLM's generate."""
         from vllm import SamplingParams
-        params = [SamplingParams(**self.sampling(r, temperature)) for r in requests]
-        return self.llm.generate(self.prompts(requests), params, use_tqdm=self.bar, **options)
+        params = [SamplingParams(**self.sampling(s, temperature)) for s in samples]
+        return self.llm.generate(self.prompts(samples), params, use_tqdm=self.bar, **options)
 
-    def sampling(self, request: Request, temperature: float) -> dict:
-        """Returns the arguments of vLLM's SamplingParams for a request. With `logprobs=0`, vLLM
+    def sampling(self, sample: Sample, temperature: float) -> dict:
+        """Returns the arguments of vLLM's SamplingParams for a sample. With `logprobs=0`, vLLM
         returns only the log-prob of the sampled token. A completion ends at any of `eos_ids`, which
         replace vLLM's own end token (ignore_eos)."""
-        stop = list(self.args.stop)
+        stop, left = list(self.args.stop), self.max_tokens - len(sample.ids)
         return dict(
-            temperature=temperature, top_p=1.0, max_tokens=request.room or self.max_tokens,
-            seed=request.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
+            temperature=temperature, top_p=1.0, max_tokens=min(sample.room or left, left),
+            seed=sample.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
             skip_clone=True,  # these parameters are not shared between requests
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
-    def prompts(self, requests: list[Request]) -> list[dict]:
-        """Returns the prompts of the requests in the format of vLLM's generate. Parts may add keys.
-        """
-        return [{"prompt_token_ids": request.prompt_ids} for request in requests]
+    def prompts(self, samples: list[Sample]) -> list[dict]:
+        """Returns the tokens so far of each sample in the format of vLLM's generate. Parts may add
+        keys."""
+        return [{"prompt_token_ids": s.prompt.row.prompt_ids + s.ids.tolist()} for s in samples]
 
-    def completion(self, output) -> Completion:
-        """Converts vLLM's CompletionOutput to a Completion. Raises RuntimeError if log-probs are
-        missing or not finite."""
+    def new_tokens(self, output) -> dict:
+        """Converts vLLM's CompletionOutput to the arguments of `Sample.append`. Raises RuntimeError
+        if log-probs are missing or not finite."""
         ids = np.asarray(output.token_ids, dtype=np.int32)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
             raise RuntimeError(
                 f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
-        return Completion(ids, logprobs, output.finish_reason == "length")
+        return {"ids": ids, "logprobs": logprobs, "truncated": output.finish_reason == "length"}
 
     def close(self) -> None:
         """Shuts down the engine and the process group, unless the engine is asleep. This must be

@@ -41,18 +41,10 @@ TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's train
 LOADING = SimpleNamespace(seconds=0.0)  # extra time for this call, if it is the first; for parts
 
 
-class Item(NamedTuple):
-    """A completion with its row, as a worker receives it. A function may declare its fields, but
-    for `row`, and the columns in `row` as parameters.
-    """
-    prompt: str
-    completion: str
-    answer: object
-    row: dict  # the columns of the data row
-    tokens: int
-    truncated: bool
-    completion_ids: list[int] | None = None
-    turns: list[dict] | None = None  # its messages; None: it is one message
+# What a worker receives of a completion: the arguments that a function may declare, besides the
+# columns of its row (rewards.item_of). Here those of nothing.
+ITEM = {"prompt": "", "completion": "", "answer": None, "tokens": 0, "truncated": False,
+        "completion_ids": [], "turns": [], "columns": {}}
 
 
 class RewardSpec(NamedTuple):
@@ -65,24 +57,22 @@ class RewardSpec(NamedTuple):
 @dataclass
 class Reward:
     """The loaded function of a reward, and how it is called."""
+    name: str  # of the reward
     function: Callable
     names: list[str]  # its parameters
     open: bool  # it takes any other argument too: it has **kwargs
     groups: bool = False  # True: one call takes all completions of a prompt, as in TRL
     words: ClassVar = ("completions", "completion", "turns")  # it needs one of these parameters
-    nothing: ClassVar = Item("", "", None, {}, 0, False)  # for the names that `given` returns
+    nothing: ClassVar = ITEM  # for the names that `given` returns
 
     def given(self, items: list) -> dict:
         """Returns {name: argument} of all arguments that the function may declare. items: one
         completion, or, if the function takes groups, all completions of a prompt. For one
-        completion, a field of Item replaces a column of its name; for a group, see `as_lists`.
+        completion, an argument of ITEM replaces a column of its name; for a group, see `as_lists`.
         """
-        items = [it._replace(turns=it.turns or [{"role": "assistant", "content": it.completion}])
-                 for it in items]
         if self.groups:
             return as_lists(items)
-        fields = items[0]._asdict()
-        return fields.pop("row") | fields
+        return items[0].pop("columns") | items[0]
 
     def start(self, items: list):
         """Calls the function for one item, or for all items of a group, with those arguments that
@@ -94,18 +84,19 @@ class Reward:
         return self.function(**given)
 
     def values(self, result, items: list) -> list:
-        """Returns a value for each item from the function's result. A number is the reward. None:
-        the item has no reward. NaN: the function returned None for a group's item (TRL's form), so
-        the reward does not apply to its row. A text: what is wrong with the value of one item of a
-        group. Raises a TypeError or a ValueError if the result as a whole cannot be used.
+        """Returns a value for each item from the function's result: a number, the reward; None, if
+        the function returned None for an item of a group (TRL's form), so the reward does not apply
+        to its row; or a text that says why the item has no reward. Raises a TypeError or a
+        ValueError if the result as a whole cannot be used.
         """
         if not self.groups:
-            return [number(result)]
+            value = number(result)
+            return [f"{self.name} returned None" if value is None else value]
         results = list(result) if isinstance(result, Iterable) else [result]
         if len(results) != len(items):
             raise TypeError(f"a reward must be a list of numbers: {len(results)} values for "
                             f"{len(items)} completions")
-        return [math.nan if value is None else tried(value) for value in results]
+        return [*map(tried, results)]
 
     @property
     def waits(self) -> bool:
@@ -191,24 +182,23 @@ def read_signature(spec: RewardSpec, function, kind: type[Reward] = Reward) -> t
                  f"{' or '.join(kind.words)} (it has {list(named)}). For a function of verl or "
                  "EasyR1 see examples/adapters.py.")
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    reward = kind(function, list(named), any_name, word == "completions")
-    given = reward.given([kind.nothing]).keys() - {"answer"}
+    reward = kind(spec.name, function, list(named), any_name, word == "completions")
+    given = reward.given([fresh(kind.nothing)]).keys() - {"answer"}
     # A function of the user may have a use for rows without an answer.
     return reward, [(spec.name, name, name != "answer" or not spec.path)
                     for name, p in named.items() if p.default is p.empty and name not in given]
 
 
-def as_lists(items: list[Item]) -> dict:
-    """Returns {name: argument} for a function of TRL's form: a list over the items for each of
-    their fields and for each column of the first row (None where another row lacks it), and what
-    TRL's trainer passes beside them. A column replaces a field of its name.
+def as_lists(items: list[dict]) -> dict:
+    """Returns {name: argument} for a function of TRL's form: a list over the items for each
+    argument of ITEM and for each column of the first row (None where another row lacks it), and
+    what TRL's trainer passes beside them. A column replaces an argument of its name.
     """
-    row = items[0].row
-    given = {name: [getattr(item, name) for item in items] for name in Item._fields}
-    del given["row"]
+    rows = [item.pop("columns") for item in items]
+    given = {name: [item[name] for item in items] for name in items[0]}
     prompts, completions = given["prompt"], given["completion"]
-    given |= {name: [item.row.get(name) for item in items] for name in row}
-    if isinstance(row.get("prompt"), list):  # TRL's conversational form
+    given |= {name: [row.get(name) for row in rows] for name in rows[0]}
+    if isinstance(rows[0].get("prompt"), list):  # TRL's conversational form
         prompts, completions = given["prompt"], given["turns"]
     return given | {"prompts": prompts, "completions": completions,
                     "trainer_state": SimpleNamespace(**vars(TRAINER)),
@@ -263,9 +253,10 @@ def load(specs: list[RewardSpec]) -> tuple[list[Reward], dict]:
 
 def score(rewards: list[Reward], calls: list[list]) -> list[list]:
     """Scores a list of calls. A call is a list of items: one completion, or all completions of a
-    prompt. Returns for each call and each of its items [values of the rewards, an error or None].
+    prompt. Returns for each call and each of its items {name of a reward: what it gave} (found_by).
     """
-    return [by_item([found_by(reward, items) for reward in rewards]) for items in calls]
+    return [by_item({reward.name: found_by(reward, items) for reward in rewards})
+            for items in calls]
 
 
 def found_by(reward: Reward, items: list) -> list:
@@ -295,16 +286,9 @@ def failure(error: Exception) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))[-2000:]
 
 
-def by_item(by_reward: list[list]) -> list[list]:
-    """Transposes the results: from a list for each reward to [values of the rewards, an error or
-    None] for each item. A text in `by_reward` is an error, and its value becomes None.
-    """
-    made = []
-    for found in zip(*by_reward, strict=True):
-        errors = [value for value in found if isinstance(value, str)]
-        values = [None if isinstance(value, str) else value for value in found]
-        made.append([values, errors[-1] if errors else None])
-    return made
+def by_item(found: dict[str, list]) -> list[dict]:
+    """Returns {name: value} for each item. found: {name of a reward: a value for each item}."""
+    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 
 
 def received(pipe: socket.socket):

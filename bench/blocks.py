@@ -26,7 +26,9 @@ import dist
 import grpo
 import model
 import rollout
+from batch import Sample
 from beside import ROOT, Contestant
+from data import Prompt, Row
 
 BLOCKS, PROMPTS, COMPLETIONS, TIMES = (32, 64, 128), (16, 48, 128, 512), (16, 256, 1024), 3
 
@@ -48,10 +50,11 @@ def serve(size: str, block: int, prompts: int) -> None:
     for line in sys.stdin:
         tokens, engine.max_tokens = map(int, line.split())
         draws = np.random.default_rng(tokens).integers(3, 100, (prompts, tokens)).tolist()
-        requests = [rollout.Request(ids, i) for i, ids in enumerate(draws * 8)]
+        samples = [Sample(Prompt(i, Row(i, "", ids, None, {}, "")), seed=i)
+                   for i, ids in enumerate(draws * 8)]
         engine.forget()
         began, worked = time.perf_counter(), time.process_time()
-        done = engine.outputs(requests, 1.0)
+        done = engine.outputs(samples, 1.0)
         print(json.dumps({
             "seconds": time.perf_counter() - began, "cpu": time.process_time() - worked,
             "cached": sum(one.num_cached_tokens for one in done),

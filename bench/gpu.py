@@ -51,11 +51,10 @@ import memory
 import model
 import plan
 import rollout
-from batch import Batch, Completion, Sample, attention
+from batch import Batch, Sample, attention
 from data import Prompt, Row
 from examples import tiny
 from model_files import shape_from
-from rewards import Score
 from tools.first_hour import Ran, Wrong, cause, start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,8 +176,7 @@ class Bench:
         for i in range(prompts):
             asked = Prompt(i, Row(i, "", ids(prompt).tolist(), None, {}, ""))
             for _ in range(group):
-                done = Completion(ids(completion), np.zeros(completion, np.float32), False)
-                samples.append(Sample(asked, done, "", Score(0.0, {}, None)))
+                samples.append(Sample(asked, ids(completion), reward=0.0))
         return Batch(samples)
 
     def speed(self, batch: Batch, passes: int, seconds: list[float]) -> list[str]:
@@ -339,8 +337,9 @@ def engine_rollout(bench: Bench) -> list[str]:
     engine = start_engine(bench)
 
     def generate(prompts: list[list[int]]) -> None:
-        requests = [rollout.Request(ids, rollout.hash_seed(i)) for i, ids in enumerate(prompts)]
-        assert all(c.truncated for c in engine.generate(requests, 1.0))
+        samples = [Sample(Prompt(i, Row(i, "", ids, None, {}, "")), seed=rollout.hash_seed(i))
+                   for i, ids in enumerate(prompts)]
+        assert all(new["truncated"] for new in engine.generate(samples, 1.0))
 
     return generated(bench, engine.llm.reset_prefix_cache, generate)
 

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 import grpo
-from batch import Completion, Sample
+from batch import Sample
 from data import Prompt, Row
-from rewards import Score
 
 
 def make_samples(prompts: int, group: int, max_tokens: int, longest: int) -> list[Sample]:
@@ -35,9 +34,8 @@ def make_samples(prompts: int, group: int, max_tokens: int, longest: int) -> lis
     for i, length in enumerate(lengths):
         if i % group == 0:
             row = Row(i, "", rng.integers(0, 1000, 200).tolist(), None, {}, "")
-        done = Completion(rng.integers(0, 1000, length, np.int32),
-                          np.full(length, -1.0, np.float32), False)
-        samples.append(Sample(Prompt(row.index, row), done, "", Score(float(i % 3 == 0), {}, None)))
+        samples.append(Sample(Prompt(row.index, row), rng.integers(0, 1000, length, np.int32),
+                              np.full(length, -1.0, np.float32), reward=float(i % 3 == 0)))
     return samples
 
 
@@ -93,7 +91,7 @@ def main() -> None:
     before, seconds = resident(), []
     for _ in range(o.times):
         seconds.append(learn(samples, o.group, o.ranks, o.minibatches, budget))
-    tokens = sum(s.completion.tokens for s in samples)
+    tokens = sum(s.tokens for s in samples)
     print(f"{len(samples):,} completions, {tokens / 1e6:.1f} million tokens, rank of {o.ranks}, "
           f"{o.minibatches} minibatches: {min(seconds):.2f} s ({max(seconds):.2f} at most), "
           f"{(resident() - before) / 2**30:.2f} GiB above the samples")

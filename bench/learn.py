@@ -26,12 +26,11 @@ import torch
 import dist
 import grpo
 import model
-from batch import Batch, Completion, Sample
+from batch import Batch, Sample
 from beside import ROOT, Contestant, measure
 from data import Prompt, Row
 from examples import tiny
 from preflight import find_model
-from rewards import Score
 
 SHORT = (16, 64)
 # name: (ids of a 3m model, or a model; prompts, completions of each, prompt tokens, completion
@@ -78,10 +77,9 @@ def make_samples(vocab: int, prompts: int, group: int, prompt, completion, equal
         owner = Prompt(p, Row(p, "", ids, None, {}, ""))
         for g in range(group):
             n = length(*completion)
-            done = Completion(rng.integers(3, vocab, n).astype(np.int32),
-                              np.full(n, -5.7, np.float32), False)
-            samples.append(Sample(owner, done, "", Score(
-                float((p + g) % 2 and p >= equal * prompts), {}, None)))
+            samples.append(Sample(owner, rng.integers(3, vocab, n).astype(np.int32),
+                                  np.full(n, -5.7, np.float32),
+                                  reward=float((p + g) % 2 and p >= equal * prompts)))
     return samples
 
 

@@ -35,9 +35,9 @@ import torch
 
 import dist
 import grpo
-from batch import Batch, Completion, Sample
+from batch import Batch, Sample
 from examples import tiny
-from rewards import Score, score_samples
+from rewards import score_samples
 from run import Run, set_up
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,7 @@ def rollout(run: Run, times: int) -> None:
     made = []
 
     def ours():
-        made[:] = [s.completion for s in run.engine.sample(prompts, a.group, 1.0)]
+        made[:] = run.engine.sample(prompts, a.group, 1.0)
 
     def bare():
         asked = [(p, g) for p in prompts for g in range(a.group)]
@@ -131,9 +131,8 @@ def spread_samples(run: Run, n: int) -> list[Sample]:
     for i in range(n):
         length = int(np.exp(rng.uniform(np.log(16), np.log(320))))
         ids = rng.integers(3, tiny.VOCAB, length).astype(np.int32)
-        completion = Completion(ids, np.full(length, -5.7, np.float32), False)
-        score = Score(float(rng.integers(2)), {}, None)
-        samples.append(Sample(prompts[i // run.args.group], completion, "", score))
+        samples.append(Sample(prompts[i // run.args.group], ids, np.full(length, -5.7, np.float32),
+                              reward=float(rng.integers(2))))
     return samples
 
 
@@ -147,7 +146,7 @@ def bare_model(folder: str):
 
 def padded(samples: list[Sample], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and attention mask, (b, L) each, right-padded, as a loop on transformers has them."""
-    ids = [samples[r].prompt.row.prompt_ids + samples[r].completion.ids.tolist() for r in rows]
+    ids = [samples[r].prompt.row.prompt_ids + samples[r].ids.tolist() for r in rows]
     longest = max(map(len, ids))
     return (torch.tensor([i + [0] * (longest - len(i)) for i in ids]),
             torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i in ids]))

@@ -27,9 +27,11 @@ import torch
 import dist
 import grpo
 import model
+from batch import Sample
 from beside import ROOT, Contestant, measure
+from data import Prompt, Row
 from examples import tiny
-from rollout import Engine, Request
+from rollout import Engine
 
 SIZES = {"tiny": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2,
                       num_attention_heads=4, num_key_value_heads=4),
@@ -69,7 +71,9 @@ def serve(size: str, completions: int) -> None:
         began = time.process_time()
         engine.load(policy)
         brought = time.process_time()
-        done = engine.complete([Request([5, 6, 7 + i], i) for i in range(completions or 8)], 1.0)
+        done = [Sample(Prompt(i, Row(i, "", [5, 6, 7 + i], None, {}, "")), seed=i)
+                for i in range(completions or 8)]
+        engine.complete(done, 1.0)
         sampled = time.process_time() - brought
         seconds = sum(world.gather([sampled if completions else brought - began]))
         made = hashlib.sha256(b"".join(c.ids.tobytes() for c in done))

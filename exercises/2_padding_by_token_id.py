@@ -27,5 +27,5 @@ def test():
         assert found == row, f"{row} was sampled, and {found} bears loss"
 
 
-# In the project: `torch.from_numpy(c.sampled) for c in completions` in batch.py. Nothing is padded
+# In the project: `torch.from_numpy(s.sampled) for s in self.samples` in batch.py. Nothing is padded
 # there.

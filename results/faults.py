@@ -67,8 +67,8 @@ RULES = {number: Fault(str(number), *patch, **more) for number, (*patch, more) i
     10: ("dist.py", "if len(set(phases)) > 1:", "if False:", dict(ranks=2)),
     11: ("grpo.py", "if not weights.any():", "if False:", dict(flags=SOME)),
     # ---- tokens
-    12: ("batch.py", "            self.sampled = np.ones(len(self.ids), bool)",
-         "            self.sampled = self.ids != 0  # <|endoftext|>, which is also an end", {}),
+    12: ("batch.py", "self.sampled = np.append(self.sampled, np.full(len(ids), sampled))",
+         "self.sampled = np.append(self.sampled, np.array(ids) != 0)", {}),
     13: ("batch.py", "[start + p - 1, *range(size, size + n)]",
          "[*range(size, size + n), size + n - 1]", {}),
     14: ("batch.py", "[start + p - 1, *range(size, size + n)]",
@@ -79,16 +79,16 @@ RULES = {number: Fault(str(number), *patch, **more) for number, (*patch, more) i
     17: ("tools/float64.py",
          "if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:",
          "if False:", {}),
-    18: ("rollout.py", 'return Completion(ids, logprobs, output.finish_reason == "length")',
-         'return Completion(ids[:-1], logprobs[:-1], output.finish_reason == "length")', {}),
+    18: ("rollout.py", 'return {"ids": ids, "logprobs": logprobs, "truncated"',
+         'return {"ids": ids[:-1], "logprobs": logprobs[:-1], "truncated"', {}),
     19: ("chat_template.py", "ids = ids if isinstance(ids, list) else [ids]",
          "ids = ids[:1] if isinstance(ids, list) else [ids]", {}),
     20: ("data.py", "add_bos=tokenizer.chat_template is None and not finished", "add_bos=True", {}),
     21: ("model.py", "logits = logits / temperature", "pass", dict(flags="--temperature 0.7")),
     22: ("model.py", "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))",
          "pass", dict(flags="--dtype bfloat16")),
-    23: ("batch.py", "[torch.from_numpy(c.logprobs[c.sampled]) for c in completions]",
-         "[torch.from_numpy(c.logprobs[:c.tokens]) for c in completions]",
+    23: ("batch.py", "[torch.from_numpy(s.logprobs[s.sampled]) for s in samples]",
+         "[torch.from_numpy(s.logprobs[:s.tokens]) for s in samples]",
          dict(flags=f"{GAME} --engine_correction truncate")),
     # ---- from rewards to advantages
     24: ("batch.py", "[r is not None for r in rewards]", "[True for r in rewards]",
@@ -278,16 +278,15 @@ PUBLISHED = [
               "master = torch.promote_types(compute, torch.float32) if trained else compute",
               "master = compute", flags="--dtype bfloat16"),
     published("mask one token off", "huggingface/trl", 5144, TURNS, "parts/turns/turns.py",
-              "c.sampled = np.append(c.sampled, np.full(len(ids), sampled))",
-              "c.sampled = np.append(c.sampled[1:], np.full(len(ids) + 1, sampled))", flags=GAME),
+              "        sample.turns += messages", "        sample.turns += messages\n"
+              "        sample.sampled = np.append(sample.sampled[1:], False)", flags=GAME),
     published("first observation dropped", "huggingface/trl", 6067, TURNS, "parts/turns/turns.py",
-              "        append(c, ids, np.zeros(len(ids)), False)",
-              "        ids = ids if len(c.turns) > 1 else []\n"
-              "        append(c, ids, np.zeros(len(ids)), False)", flags=GAME),
+              "        sample.append(ids, np.zeros(len(ids)), sampled=False)",
+              "        ids = ids if len(sample.turns) > 1 else []\n"
+              "        sample.append(ids, np.zeros(len(ids)), sampled=False)", flags=GAME),
     published("earlier turns left out of prompts", "verl-project/verl", 5576, TURNS,
-              "parts/turns/turns.py", "it.row.prompt_ids + it.completion.ids.tolist(), seed(",
-              "it.row.prompt_ids + it.completion.ids[~it.completion.sampled].tolist(), seed(",
-              flags=GAME),
+              "rollout.py", "s.prompt.row.prompt_ids + s.ids.tolist()",
+              "s.prompt.row.prompt_ids + s.ids[~s.sampled].tolist()", flags=GAME),
 ]
 
 SOUND = [Fault(name, *patch) for name, *patch in (

@@ -5,6 +5,7 @@ Several things are measured with one engine, because its start takes the time. R
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,9 +18,10 @@ import torch._dynamo
 
 import dist
 import families
+from batch import Batch, Sample
 from checkpoint import export_model
 from errors import SettingsError
-from rollout import Request, hash_seed
+from rollout import hash_seed
 
 
 def main(folder: str, out: str, tp: str) -> None:
@@ -30,15 +32,17 @@ def main(folder: str, out: str, tp: str) -> None:
     # would be used.
     draws = np.random.default_rng(7).integers(3, 320, (48, 200)).tolist()
     prompts = [families.prompt(i, ids) for i, ids in enumerate(draws)]
-    requests = [Request(p.row.prompt_ids, hash_seed(0, p.position)) for p in prompts]
-    few = requests[:7]
+    samples = [Sample(p, reward=0.0, seed=hash_seed(0, p.position)) for p in prompts]
+    few = samples[:7]
     cache = engine.llm.llm_engine.vllm_config.cache_config
     found = {"gap": {}, "rounding": {}, "cache": (cache.num_gpu_blocks, cache.block_size)}
 
 
     def measure(when: str) -> None:
         """The largest |engine - trainer| of what the engine samples now; then the policy moves."""
-        batch = families.scored(prompts[:7], engine.complete(few, families.HEAT))
+        done = [replace(sample) for sample in few]
+        engine.complete(done, families.HEAT)
+        batch = Batch(done)
         gap = families.trainer_logprobs(world, policy, batch) - batch.engine_logprobs
         found["gap"][when] = float(gap.abs().max())
         if when.startswith("sync"):
@@ -54,9 +58,9 @@ def main(folder: str, out: str, tp: str) -> None:
             yield name, tensor.flip(0) if bad else tensor
 
     def ids(some, temperature: float = 1.0) -> list[list[int]]:
-        return [c.ids.tolist() for c in engine.generate(some, temperature)]
+        return [new["ids"].tolist() for new in engine.generate(some, temperature)]
 
-    def shared(some: list[Request]) -> list:
+    def shared(some: list[Sample]) -> list:
         """Completions and their log-probs, and the prompt tokens out of the cache of each."""
         engine.forget()
         return [(list(one.outputs[0].token_ids), list(one.outputs[0].logprobs.logprobs),
@@ -68,9 +72,9 @@ def main(folder: str, out: str, tp: str) -> None:
     measure("none")
     found["same"] = ids(few[:1]) == ids(few)[:1]
     # Groups of 8, of prompts of 43 tokens and of less than a block; each engine has a part of each.
-    group = [Request(p.row.prompt_ids[:n], hash_seed(n, p.position, i))
+    group = [Sample(families.prompt(0, p.row.prompt_ids[:n]), seed=hash_seed(n, p.position, i))
              for i in range(8) for n in (43, 20) for p in prompts[:2]]
-    alone = sum((shared([request]) for request in group), [])
+    alone = sum((shared([one]) for one in group), [])
     mine = dist.share(len(group), engine.engine_count, world.rank // int(tp))
     halves = world.gather(shared(group[mine]))[:len(group)]
     found["shared"] = alone, shared(group), halves
@@ -86,10 +90,10 @@ def main(folder: str, out: str, tp: str) -> None:
             RuntimeError, match="prefix cache"):
         engine.load(policy)
     engine.load(policy)
-    found["prompts"], found["greedy"] = [r.prompt_ids for r in few], ids(few, 0.0)
+    found["prompts"], found["greedy"] = [s.prompt.row.prompt_ids for s in few], ids(few, 0.0)
     measure("sync again")
     engine.max_tokens = 3
-    found["crowd"] = ids(requests) == sum((ids(requests[i:i + 16]) for i in (0, 16, 32)), [])
+    found["crowd"] = ids(samples) == sum((ids(samples[i:i + 16]) for i in (0, 16, 32)), [])
     found["compiled"] = dict(torch._dynamo.utils.counters["frames"])
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))

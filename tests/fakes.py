@@ -15,10 +15,9 @@ import grpo
 import identity
 import ppo
 import rollout
-from batch import Completion, Sample
+from batch import Sample
 from data import Prompt, Row
 from preflight import load_tokenizer
-from rewards import Score
 
 SCRIPTS = {"grpo": grpo, "ppo": ppo}
 
@@ -72,16 +71,12 @@ def rows(n: int) -> list[Row]:
     return [Row(i, f"p{i}", [i], "a", {}, "rows") for i in range(n)]
 
 
-def completion(n: int = 3, sampled=None, **more) -> Completion:
-    return Completion(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), False, sampled, **more)
-
-
 def sample(reward: float | None = None, i: int = 0, text: str = "", source: str = "x",
-           answer: object = "a", done: Completion | None = None, **more) -> Sample:
-    """A completion of row i with this reward."""
+           answer: object = "a", n: int = 3, **more) -> Sample:
+    """A completion of row i with n tokens and this reward."""
     row = Row(i, f"p{i}", [1], answer, {}, source)
-    return Sample(Prompt(i, row), done or completion(), text,
-                  Score(reward, {"exact": reward}, None), **more)
+    return Sample(Prompt(i, row), np.arange(n, dtype=np.int32), text=text, reward=reward,
+                  rewards={"exact": reward}, **more)
 
 
 def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> rollout.Engine:

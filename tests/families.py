@@ -19,11 +19,10 @@ import fakes
 import grpo
 import model
 import part
-from batch import Batch, Completion, Sample
+from batch import Batch, Sample
 from checkpoint import export_model
 from family_cases import CASES, make
-from rewards import Score
-from rollout import Engine, Request
+from rollout import Engine
 from tools import float64
 
 ROOT = Path(__file__).parent.parent
@@ -39,21 +38,16 @@ def prompt(i: int, ids: list[int]) -> data.Prompt:
     return data.Prompt(i, data.Row(i, "", ids, None, {}, ""))
 
 
-def completion(ids) -> Completion:
-    """Without the engine's log-probs."""
-    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False)
-
-
 def scored(prompts, completions) -> Batch:
-    """A batch without rewards."""
-    return Batch([Sample(*one, "", Score(0.0, {}, None))
-                  for one in zip(prompts, completions, strict=True)])
+    """A batch of completions, each a list of ids, without the engine's log-probs or a reward."""
+    return Batch([Sample(p, np.array(ids, np.int32), reward=0.0)
+                  for p, ids in zip(prompts, completions, strict=True)])
 
 
 def batch_of(*groups: tuple[list[int], list[list[int]]]) -> Batch:
     """A batch of groups, each a prompt and its completions."""
     prompts = [prompt(i, ids) for i, (ids, some) in enumerate(groups) for _ in some]
-    return scored(prompts, [completion(ids) for _, some in groups for ids in some])
+    return scored(prompts, [ids for _, some in groups for ids in some])
 
 
 def trainer_of(folder: str, world, **flags) -> model.Policy:
@@ -116,11 +110,11 @@ def single_rows(lm, batch: Batch, heat: float = HEAT) -> torch.Tensor:
     """By transformers' own forward of each row alone."""
     out = []
     for sample in batch.samples:
-        prompt, done = sample.prompt.row.prompt_ids, sample.completion
-        ids = torch.tensor([*prompt, *done.ids])
+        prompt = sample.prompt.row.prompt_ids
+        ids = torch.tensor([*prompt, *sample.ids])
         logits = lm(ids.unsqueeze(0)).logits[0, len(prompt) - 1:-1]  # (T, V)
         logprobs = (logits / heat).log_softmax(-1).gather(-1, ids[len(prompt):].unsqueeze(-1))
-        out.append(logprobs.squeeze(-1)[torch.from_numpy(done.sampled)])
+        out.append(logprobs.squeeze(-1)[torch.from_numpy(sample.sampled)])
     return torch.cat(out)
 
 
@@ -171,12 +165,12 @@ def three_steps(world, folder: str, engine: bool, tp: int = 1, **flags
     vllm = engine_of(folder, world, policy, tp) if engine else None
     compare(run_of(world, policy, vllm, prompts))
     for step in range(3):
-        done = [*map(completion, rng.integers(3, 320, (len(prompts), 24)))]
+        batch = scored(prompts, rng.integers(3, 320, (len(prompts), 24)))
         if vllm:
             vllm.load(policy)
-            done = vllm.complete([Request(p.row.prompt_ids, i) for i, p in enumerate(prompts)],
-                                 HEAT)
-        batch = scored(prompts, done)
+            samples = [Sample(p, reward=0.0, seed=i) for i, p in enumerate(prompts)]
+            vllm.complete(samples, HEAT)
+            batch = Batch(samples)
         found.append((batch, trainer_logprobs(world, policy, batch)))
         export_model(policy, folder, f"{folder}-{step}")
         update(world, policy, batch)

@@ -7,8 +7,7 @@ import torch
 
 import data
 import grpo
-import rewards
-from batch import Completion, Sample
+from batch import Sample
 from tools import float64
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
@@ -76,10 +75,9 @@ def sample(prompt: data.Row | list[int], ids: np.ndarray, reward: float | None =
     """A completion of a row, or of one with these ids. "short" is a second reward."""
     row = data.Row(0, "", prompt, None, {}, "") if isinstance(prompt, list) else prompt
     short = None if reward is None else round(len(ids) * reward, 2) % 1
-    done = Completion(ids.astype(np.int32), (np.zeros(len(ids)) + logprobs).astype(np.float32),
-                      truncated, sampled)
-    return Sample(data.Prompt(row.index, row), done, "t",
-                  rewards.Score(reward, {"exact": reward, "short": short}, None))
+    return Sample(data.Prompt(row.index, row), ids.astype(np.int32),
+                  (np.zeros(len(ids)) + logprobs).astype(np.float32), truncated, sampled, "t",
+                  reward, {"exact": reward, "short": short})
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -16,7 +16,6 @@ import torch
 
 import faulty
 import rollout
-from batch import Completion
 from dist import assert_divisible
 from model_files import config_of
 
@@ -41,14 +40,15 @@ class Light:
     def load(self, policy):
         self.lm.load_state_dict(dict(policy.weights(self.dtype)), strict=False)
 
-    def generate(self, requests, temperature):
-        return [self.one(request, temperature) for request in requests]
+    def generate(self, samples, temperature):
+        return [self.one(sample, temperature) for sample in samples]
 
     @torch.no_grad()
-    def one(self, request, temperature) -> Completion:
-        """A completion of a request, by its seed. Temperature 0 is greedy."""
-        rng, ids, logprobs = np.random.default_rng(request.seed), [*request.prompt_ids], []
-        for _ in range(request.room or self.max_tokens):
+    def one(self, sample, temperature) -> dict:
+        """The next tokens of a sample, by its seed. Temperature 0 is greedy."""
+        rng, ids, logprobs = np.random.default_rng(sample.seed), sample.prompt.row.prompt_ids, []
+        ids, left = ids + sample.ids.tolist(), self.max_tokens - len(sample.ids)
+        for _ in range(min(sample.room or left, left)):
             logits = self.lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
             logp = (logits / (temperature or 1)).log_softmax(-1)
             noise = torch.from_numpy(rng.gumbel(size=len(logp))).float() * bool(temperature)
@@ -56,9 +56,8 @@ class Light:
             logprobs.append(float(logp[ids[-1]]))
             if ids[-1] in self.eos_ids:
                 break
-        own = ids[len(request.prompt_ids):]
-        return Completion(np.array(own, np.int32), np.array(logprobs, np.float32),
-                          own[-1] not in self.eos_ids)
+        return dict(ids=ids[-len(logprobs):], logprobs=logprobs,
+                    truncated=ids[-1] not in self.eos_ids)
 
     def close(self):
         self.world.barrier()

@@ -304,7 +304,7 @@ def test_a_stop_string_may_be_a_special_token():
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
     engine, tokenizer = fakes.engine_of(), tags_in(tiny.make_tokenizer())
     engine.args = rollout.EngineArgs(stop=("</answer>",))
-    params = SamplingParams(**engine.sampling(rollout.Request([5], 1), 1.0))
+    params = SamplingParams(**engine.sampling(fakes.sample(seed=1), 1.0))
     request = SimpleNamespace(request_id="0", prompt_token_ids=[5], prompt_embeds=None,
                               sampling_params=params)
     reads = IncrementalDetokenizer.from_new_request(tokenizer, request)

@@ -117,12 +117,12 @@ def test_a_batch_of_attacks_and_answers_is_scored_in_order():
     import contextlib
 
     import fakes
-    from worker import Item
+    from rewards import item_of, weighted_sum
     bad = ["while True: pass", attempt("os.kill(os.getppid(), 9)"), "open('/etc/passwd').read()"]
     texts = ["3*x+7", *bad, "7", "3*x+7"]
-    items = [Item("Line 3 7", text, None, {"tests": TESTS}, 3, False, [], []) for text in texts]
+    items = [item_of(fakes.sample(text=text)) | {"columns": {"tests": TESTS}} for text in texts]
     specs = ["examples/expressions.py:solves"]
     with contextlib.closing(Pool(specs, fakes.args(reward_timeout=60.0))) as pool:
         pool.wait()
-        scores = [score.total for score in pool.ask(items)]
+        scores = [weighted_sum(pool.parts, found)[0] for found in pool.ask(items)]
     assert scores == [1, 0, 0, 0, 0.25, 1]

@@ -67,7 +67,7 @@ def test_a_completion_is_skipped_only_if_each_of_its_advantages_is_0(monkeypatch
     grpo.learn(learning.arguments(loss=loss), fakes.World(), policy, samples, lr=0.1)
     assert sorted(policy.computed) == rows
     other, micro = Table(), SimpleNamespace(
-        targets=torch.cat([torch.from_numpy(s.completion.ids).long() for s in samples]), rows=[])
+        targets=torch.cat([torch.from_numpy(s.ids).long() for s in samples]), rows=[])
     logp, _ = other.logprobs(micro, 1.0)
     if loss != "gspo":
         (-(advantages * logp).sum() / len(logp)).backward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import evaluate
+import fakes
 import flags
 import grpo
 import losses
@@ -20,7 +21,6 @@ from errors import SettingsError
 from learning import sample
 from log import Meter, sample_metrics
 from reference_settings import literal
-from rewards import Score
 from tools import score as score_tool
 
 F64, nan = torch.float64, math.nan
@@ -210,7 +210,7 @@ def test_rewards_that_differ_by_rounding_alone_are_equal_to_all_that_ask(seed):
     exact = tensor(1.0, 0, 1, 0, 0, 0)
     right, noise = advantages("pass_at_k", exact, 6), tensor(*[0.1 + 0.2 - 0.3] * 6)
     assert right.any() and close(advantages("pass_at_k", exact - noise, 6), right)
-    assert evaluate.passes(Score(1.0, {"only": 0.7 + 0.2 + 0.1}, None), 1.0)
+    assert evaluate.passes(replace(fakes.sample(1.0), rewards={"only": 0.7 + 0.2 + 0.1}), 1.0)
 
 
 def test_a_completion_without_a_token_changes_nothing():

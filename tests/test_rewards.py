@@ -11,7 +11,7 @@ from contextlib import closing
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -26,7 +26,7 @@ from data import Row, from_arrow
 from errors import SettingsError
 from examples import reasoning_gym_tasks
 from messages import answer_of
-from rewards import Item, Pool
+from rewards import Pool
 from tables import table
 from worker import RewardSpec
 
@@ -35,8 +35,16 @@ KK = "(1) Zoey is a knight\n(2) Ben is a knave"
 F = "def f(completion, answer):\n    "
 
 
+class Scored(NamedTuple):
+    reward: float | None
+    rewards: dict
+    error: str | None
+
+
 def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
-    return Item(prompt, completion, answer, row, tokens, truncated)
+    """What a worker gets of a completion."""
+    return rewards.item_of(fakes.sample(text=completion, answer=answer)) | dict(
+        prompt=prompt, tokens=tokens, truncated=truncated, columns=row)
 
 
 def pool(specs, workers=2, timeout=10.0, loading=1.0):
@@ -47,19 +55,23 @@ def pool(specs, workers=2, timeout=10.0, loading=1.0):
 
 
 def score(specs, items, group=1, **options):
-    """Returns the scores of one batch in a fresh pool. items: or texts."""
+    """Returns what a batch got in a fresh pool. items: or texts."""
     items = [item(x) if isinstance(x, str) else x for x in items]
     with pool(specs, **options) as scorer:
         scorer.wait()
-        return scorer.ask(items, group if scorer.groups else 1)
+        return ask(scorer, items, group if scorer.groups else 1)
+
+
+def ask(scorer, items, size=1):
+    return [Scored(*rewards.weighted_sum(scorer.parts, found)) for found in scorer.ask(items, size)]
 
 
 def totals(scores):
-    return [s.total for s in scores]
+    return [s.reward for s in scores]
 
 
 def parts(scores):
-    return [tuple(s.parts.values()) for s in scores]
+    return [tuple(s.rewards.values()) for s in scores]
 
 
 @pytest.fixture
@@ -208,28 +220,29 @@ def test_rewards_of_ours_and_of_others(own):
         ["easyr1_alone", "answer", False]]
     with pytest.raises(SettingsError, match="few needs 'level': row 5 of rows has none"):
         rewards.check_rows(found.needs, [row_with({"any": "thing"})], {})
-    items = [Item("<q>", text, "b", ROW, 1, False) for text in ("a", "b", "bb", "b")]
-    items[2] = items[2]._replace(turns=[  # an episode of --reply
-        {"role": "assistant", "content": "bb"}, *ROW["prompt"] * 2])
+    items = [item(text, "b", "<q>") | {"columns": ROW} for text in ("a", "b", "bb", "b")]
+    items[2]["turns"] = [{"role": "assistant", "content": "bb"}, *ROW["prompt"] * 2]  # of --reply
     assert [*map(list, parts(score(specs, items, 2, workers=1)))] == PAID
 
 
 SUMS = """
 [1, 2, -2] | 20.7 | null
-[1, NaN, 0] | 0.5 | null
-[NaN, 2, NaN] | 20 | null
-[NaN, NaN, NaN] | null | "every reward returned None: none applies to the row"
-[1, null, NaN] | null | "two returned None"
+[1, null, 0] | 0.5 | null
+[null, 2, null] | 20 | null
+[null, null, null] | null | "every reward returned None: none applies to the row"
+[1, "two returned None", null] | null | "two returned None"
+["one failed", 2, "three too"] | null | "one failed"
 """
 
 
 def test_a_score_is_a_weighted_sum_of_what_applies(own):
-    """None of ours leaves the completion without a score. TRL's None, which is NaN here, is
-    "not applicable", as in its nansum over weights."""
+    """None of ours, here a text, leaves the completion without a reward. TRL's None is "not
+    applicable", as in its nansum over weights."""
     weighted = [RewardSpec(*one, None) for one in (("one", 0.5), ("two", 10), ("three", -0.1))]
     for values, *right in table(SUMS):
-        found = Pool.score(SimpleNamespace(parts=weighted), json.loads(values), None)
-        assert [found.total, found.error] == [*map(json.loads, right)], values
+        found = dict(zip(("one", "two", "three"), json.loads(values), strict=True))
+        reward, _, error = rewards.weighted_sum(weighted, found)
+        assert [reward, error] == [*map(json.loads, right)], values
     trl = own("def f(completions, **columns): return [None]")
     one = score(["exact:2", trl, "short:0.1", "format"], [item(" yes\n", "yes", tokens=2000)])
     assert totals(one) == [1.8] and parts(one) == [(1, None, -2, 0)]
@@ -257,7 +270,7 @@ def test_what_a_function_of_trl_may_return(own):
     cases = table(RETURNED)
     scores = score([spec], [code for code, *_ in cases for _ in range(2)], 2, timeout=60.0)
     for (code, right, words), one, other in zip(cases, scores[::2], scores[1::2], strict=True):
-        assert [one.total, other.total] == json.loads(right), code
+        assert [one.reward, other.reward] == json.loads(right), code
         assert words in str(other.error), code
 
 
@@ -409,7 +422,7 @@ def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
     cases = sum(([case, ("x", "fine"), ("y", "fine")] for case in hostile), [])
     scores = score([spec], [code for code, _ in cases], timeout=4.0)
     for (code, why), one in zip(cases, scores, strict=True):
-        assert one.total == (1.0 if why == "fine" else None), code
+        assert one.reward == (1.0 if why == "fine" else None), code
         assert (one.error or "fine").startswith(tuple(why.split("|"))), code
         json.dumps(one.error, ensure_ascii=False).encode()  # any file can hold it
 
@@ -419,11 +432,11 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
     spec = own("import threading\n" + F + "if completion == 'stop':\n"
                "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
     with pool([spec], workers=1, timeout=2.0) as scorer:
-        assert totals(scorer.ask([item("stop")])) == [1]
+        assert totals(ask(scorer, [item("stop")])) == [1]
         time.sleep(0.5)
         scored = []
         thread = threading.Thread(daemon=True, target=lambda: scored.extend(
-            scorer.ask([item("1" * 30_000_000), item("x")])))
+            ask(scorer, [item("1" * 30_000_000), item("x")])))
         thread.start()
         thread.join(20)
         assert totals(scored) == [None, 1]
@@ -454,7 +467,7 @@ def scored(world, spec):
         scorer.wait()
         scorer.decode = lambda ids: decoded.append(ids) or "12"
         rewards.score_samples(scorer, world, fakes.Log(), samples, 2)
-    return [(s.text, s.score.total) for s in samples], len(decoded)
+    return [(s.text, s.reward) for s in samples], len(decoded)
 
 
 def test_only_the_rank_that_scores_a_text_decodes_it(own):
@@ -509,7 +522,7 @@ def test_hostile_completions_never_run(own, spec):
     items = [item(text, KK if spec == "kk" else "72", nums=[9, 8], target=72)
              for text in [*BOMBS, "#### 72"]]
     *scores, last = score([spec], items, timeout=2.0 if spec == "math" else 30.0)
-    assert last.total is not None and not list(Path().iterdir())
+    assert last.reward is not None and not list(Path().iterdir())
     for one, text in zip(scores, BOMBS, strict=True):
-        assert one.total is not None and one.total <= 0 or spec == "math", text[:40]
+        assert one.reward is not None and one.reward <= 0 or spec == "math", text[:40]
         assert "the worker ended" not in (one.error or "")

@@ -34,7 +34,7 @@ from examples import tiny
 from fakes import SCRIPTS
 from faults import ROOT
 from files import is_evaluation, read
-from rollout import Request, hash_seed
+from rollout import hash_seed
 
 P, G, ROWS, STEPS, SEED = 4, 3, 10, 13, 7
 
@@ -285,9 +285,14 @@ def test_the_definitions_of_all_metrics_are_printed():
 @pytest.mark.parametrize("rank", range(4))
 def test_the_ranks_of_one_engine_share_its_completions(rank):
     engine = fakes.engine_of(rank, 4, tp=2)
-    engine.generate = lambda requests, temperature: [request.seed for request in requests]
-    found = engine.complete([Request([1], i) for i in range(7)], 1.0)
-    assert found == [[0, 1], [2, 3], [4, 5], [6]][rank]
+    samples, given = [fakes.sample(n=0, seed=i) for i in range(7)], []
+    engine.generate = lambda samples, *_: [s.seed for s in samples]
+    engine.world.gather = lambda mine: given.append(mine) or [
+        dict(ids=[i], logprobs=[-i]) for i in range(7)]
+    engine.complete(samples, 1.0)
+    assert given == [[[0, 1], [2, 3], [4, 5], [6]][rank]]
+    assert [(s.ids.tolist(), s.logprobs.tolist()) for s in samples] == [
+        ([i], [-i]) for i in range(7)]
 
 
 def test_a_run_that_is_there_goes_on_or_is_refused(tmp_path, monkeypatch):

@@ -32,11 +32,10 @@ import dist
 import losses
 import model
 import plan
-from batch import Batch, Completion, MicroBatch, Sample
+from batch import Batch, MicroBatch, Sample
 from errors import SettingsError, command
 from flags import parse
 from model_files import config_of
-from rewards import Score
 from tools import float64, uphill, written
 from worker import ROOT, find_file
 
@@ -106,8 +105,7 @@ def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> lis
             rng.random()
             samples.append(Sample(
                 data.Prompt(p, data.Row(p, "", prompts[p], None, {}, "")),
-                Completion(ids, logprobs * sampled, length == LONGEST, sampled), "",
-                Score(reward, parts, None)))
+                ids, logprobs * sampled, length == LONGEST, sampled, "", reward, parts))
     return samples
 
 

@@ -24,14 +24,14 @@ import rewards
 from errors import SettingsError, command
 from flags import CommonArgs
 from tools.samples import read
-from worker import Item
+from worker import ITEM
 
 KEPT = {"prompt", "answer"}
 
 
-def item_of(row: dict) -> Item:
-    return Item(row["prompt"], row["completion"], row["answer"], {}, row["tokens"],
-                row["truncated"], [], row["turns"])
+def item_of(row: dict) -> dict:
+    """What a worker gets of a completion (worker.ITEM)."""
+    return {name: row.get(name, nothing) for name, nothing in ITEM.items()}
 
 
 def groups_of(rows: list[dict]) -> list[list[int]]:
@@ -42,8 +42,9 @@ def groups_of(rows: list[dict]) -> list[list[int]]:
     return [*found.values()]
 
 
-def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
-    """Of each completion. SettingsError if a reward cannot load, or needs what is not kept."""
+def score(rows: list[dict], specs: list[str]) -> list[tuple]:
+    """(reward, rewards, error) of each completion. SettingsError if a reward cannot load, or needs
+    what is not kept."""
     args = CommonArgs(reward=tuple(specs))
     kind = part.pool(rewards.Pool, args, rewards.check(specs, args).waits)
     with contextlib.closing(kind(specs, args)) as pool:
@@ -55,7 +56,8 @@ def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
         sizes = {len(group) for group in groups_of(rows)}
         if pool.groups and len(sizes) > 1:
             raise SettingsError("a reward of whole groups needs groups of one size.")
-        return pool.ask([*map(item_of, rows)], sizes.pop() if pool.groups else 1)
+        found = pool.ask([*map(item_of, rows)], sizes.pop() if pool.groups else 1)
+        return [rewards.weighted_sum(pool.parts, one) for one in found]
 
 
 def do_differ(rewards: list[float]) -> bool:
@@ -74,11 +76,11 @@ def summary(name: str, totals: list[float | None], groups: list[list[int]]) -> s
 
 def page(rows: list[dict], specs: list[str], show: int) -> str:
     found, kept = score(rows, specs), [row["reward"] for row in rows]
-    new, groups = [one.total for one in found], groups_of(rows)
+    new, groups = [reward for reward, _, _ in found], groups_of(rows)
     lines = [f"{len(rows):,} completions in {len(groups):,} groups",
              summary("the run's reward", kept, groups), summary(" ".join(specs), new, groups)]
     both = [i for i in range(len(rows)) if None not in (kept[i], new[i])]
-    error = next((one.error for one in found if one.error), None)
+    error = next((error for _, _, error in found if error), None)
     if error:
         lines.append(f"the first that has no score: {error}")
     most = sorted(both, key=lambda i: -abs(new[i] - kept[i]))[:show]

@@ -32,8 +32,8 @@ import grpo
 import losses
 import model
 import ppo
-from batch import Batch, Completion, MicroBatch, Sample
-from rewards import Score, parse
+from batch import Batch, MicroBatch, Sample
+from rewards import parse
 
 CPU = torch.device("cpu")
 TOKENS, END, IDS, POSITIONS = 3, 2, 8, 8  # tokens that are sampled, one of them ends; table's sizes
@@ -111,10 +111,10 @@ def every_group(args, pay: str, longest: int, gap: float = 0.0) -> list[Sample]:
                 reward = {"binary": float(paid[p, ids] > 0.5), "equal": 0.5}.get(pay, paid[p, ids])
                 logprobs = [np.log(share / 4) + gaps[p, ids, t] if share else 0.0
                             for t, share in enumerate(shares)]
-                done = Completion(np.array(ids, np.int32), np.array(logprobs, np.float32),
-                                  ids[-1] != END, np.array(sampled))
                 parts = defaultdict(lambda reward=reward: reward)  # each of --reward
-                samples.append(Sample(data.Prompt(p, row), done, "", Score(reward, parts, None)))
+                samples.append(Sample(
+                    data.Prompt(p, row), np.array(ids, np.int32), np.array(logprobs, np.float32),
+                    ids[-1] != END, np.array(sampled), "", reward, parts))
     return samples
 
 

@@ -36,16 +36,15 @@ def why_not(args) -> str:
 
 def plainly(sample: Sample) -> papers.Completion:
     """The same for the reference. Its rewards are exact: it has no equality up to rounding."""
-    completion = sample.completion
     reward, *parts = (x if x is None else round(x, 9) for x in (
-        sample.score.total, *sample.score.parts.values()))
+        sample.reward, *sample.rewards.values()))
     return papers.Completion(
-        sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
-        completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        reward, dict(zip(sample.score.parts, parts, strict=True)),
-        [turn["paid"] for turn in getattr(completion, "turns", ())],
-        np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
-            completion.tokens).tolist())
+        sample.prompt.row.prompt_ids, sample.ids.tolist(), sample.sampled.tolist(),
+        sample.logprobs[sample.sampled].tolist(), sample.truncated,
+        reward, dict(zip(sample.rewards, parts, strict=True)),
+        [turn["paid"] for turn in sample.turns],
+        np.random.default_rng([sample.prompt.position, *sample.ids.tolist()]).random(
+            sample.tokens).tolist())
 
 
 class Plain:

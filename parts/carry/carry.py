@@ -17,9 +17,9 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from batch import Completion, Sample
+from batch import Sample
 from data import Prompt
-from rollout import Engine, Request, hash_seed
+from rollout import Engine, hash_seed
 from settings import Count, Flags, Range
 
 
@@ -54,40 +54,21 @@ class CarryArgs(Flags):
         return ("carry", "max_tokens") if self.carry else ("carry",)
 
 
-@dataclass
-class Carried(Completion):
-    """A completion of several rounds."""
-    steps: np.ndarray = None  # (T,) int32: of each token the step whose policy sampled it
-
-    def grow(self, more: Completion, step: int):
-        """In place: the tokens of a round."""
-        self.ids = np.append(self.ids, more.ids)
-        self.logprobs = np.append(self.logprobs, more.logprobs)
-        self.sampled = np.append(self.sampled, more.sampled)
-        self.steps = np.append(self.steps, np.full(len(more.ids), step, np.int32))
-        self.truncated = more.truncated
-
-
-@dataclass
-class Group:
-    """A prompt in flight with its G completions. `truncated` of one that has not ended: it may
-    have more tokens."""
-    prompt: Prompt
-    completions: list[Carried]
-
-
-def ended(c: Completion, max_tokens: int) -> bool:
-    """Has it an end token, or all the tokens that it may have?"""
-    return len(c.ids) > 0 and (not c.truncated or len(c.ids) == max_tokens)
+def ended(sample: Sample, max_tokens: int) -> bool:
+    """Has it an end token, or all the tokens that it may have? Before that `truncated` says that it
+    may have more."""
+    return len(sample.ids) > 0 and (not sample.truncated or len(sample.ids) == max_tokens)
 
 
 class Carry:
-    """The groups in flight, in the order of the data. The same on every rank. stream: of the run,
-    whose data has these rows."""
+    """The groups in flight, in the order of the data: of each prompt its G samples. The same on
+    every rank. stream: of the run, whose data has these rows.
+
+    extras["steps"] of a sample, (T,) int32: of each token the step whose policy sampled it."""
 
     def __init__(self, args, stream):
         self.args, self.stream = args, stream
-        self.flight: list[Group] = []
+        self.flight: list[list[Sample]] = []
         # Of a step: its number, the groups that it took, the new tokens of each round.
         self.step, self.taken, self.rounds = -1, [], []
 
@@ -106,42 +87,42 @@ class Carry:
         self.flight = self.flight[self.args.batch:]
         self.taken += oldest
         engine.metrics = self.metrics(engine.log.times["time/rollout"])
-        return [Sample(group.prompt, c) for group in oldest for c in group.completions]
+        return sum(oldest, [])
 
     def start(self, prompts: list[Prompt]):
-        """The prompts are in flight, each with G empty completions."""
-        none = np.zeros(0, np.int32)
+        """The prompts are in flight, each with G empty samples."""
         for prompt in prompts:
-            self.flight.append(Group(prompt, [
-                Carried(none, none.astype(np.float32), truncated=True, steps=none)
-                for _ in range(self.args.group)]))
+            self.flight.append([Sample(prompt, extras={"steps": np.zeros(0, np.int32)})
+                                for _ in range(self.args.group)])
 
-    def unfinished(self, groups: list[Group]):
-        """Yields (prompt, number in its group, completion)."""
+    def unfinished(self, groups: list[list[Sample]]):
+        """Yields (number in its group, sample)."""
         for group in groups:
-            for i, c in enumerate(group.completions):
-                if not ended(c, self.args.max_tokens):
-                    yield group.prompt, i, c
+            for i, s in enumerate(group):
+                if not ended(s, self.args.max_tokens):
+                    yield i, s
 
     def round(self, engine) -> list[int]:
         """Each unfinished completion gets at most --carry_tokens more → how many. A collective."""
-        growing, requests = [*self.unfinished(self.flight)], []
-        for prompt, i, c in growing:
+        growing, added = [], []
+        for i, s in self.unfinished(self.flight):
             # The seed of what is behind the first tokens: a seed used twice draws the same again.
-            begun = [len(c.ids)] if len(c.ids) else []
-            seed = hash_seed(self.args.seed, "train", prompt.position, i, *begun)
-            room = min(self.args.carry_tokens, self.args.max_tokens - len(c.ids))
-            requests.append(Request(prompt.row.prompt_ids + c.ids.tolist(), seed, room))
-        engine.world.same_phase("rollout", len(requests))
+            begun = [len(s.ids)] if len(s.ids) else []
+            s.seed = hash_seed(self.args.seed, "train", s.prompt.position, i, *begun)
+            s.room = self.args.carry_tokens
+            growing.append(s)
+        engine.world.same_phase("rollout", len(growing))
         with engine.log.time("rollout"):
-            new = engine.complete(requests, self.args.temperature)
-        for (_, _, c), more in zip(growing, new, strict=True):
-            c.grow(more, self.step)
-        return [len(more.ids) for more in new]
+            engine.complete(growing, self.args.temperature)
+        for s in growing:
+            steps = s.extras["steps"]
+            added.append(len(s.ids) - len(steps))
+            s.extras["steps"] = np.append(steps, np.full(added[-1], self.step, np.int32))
+        return added
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Of all completions that this step took, and of its rounds. Ages are in steps."""
-        ages = [self.step - c.steps for group in self.taken for c in group.completions]
+        ages = [self.step - s.extras["steps"] for group in self.taken for s in group]
         first, ages = np.array([of_one[0] for of_one in ages]), np.concatenate(ages)  # of tokens
         new = sum(map(sum, self.rounds))
         return {"carry/age_mean": float(first.mean()), "carry/age_max": int(first.max()),
@@ -153,19 +134,20 @@ class Carry:
 
     def state_dict(self) -> list[dict]:
         """What is in flight, for a checkpoint. A float32 number is exact in JSON."""
-        return [{"position": group.prompt.position, "row": group.prompt.row.index, "completions": [
-                    [c.ids.tolist(), c.logprobs.tolist(), c.steps.tolist(), c.truncated]
-                    for c in group.completions]} for group in self.flight]
+        return [{"position": group[0].prompt.position, "row": group[0].prompt.row.index,
+                 "completions": [[s.ids.tolist(), s.logprobs.tolist(), s.extras["steps"].tolist(),
+                                  s.truncated] for s in group]} for group in self.flight]
 
     def load_state_dict(self, state: list[dict]):
         """Goes on from what `state_dict` returned."""
         by_index = {row.index: row for row in self.stream.rows}
-        self.flight = [
-            Group(Prompt(group["position"], by_index[group["row"]]), [
-                Carried(np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
-                        steps=np.array(steps, np.int32))
+        self.flight = []
+        for group in state:
+            prompt = Prompt(group["position"], by_index[group["row"]])
+            self.flight.append([
+                Sample(prompt, np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
+                       extras={"steps": np.array(steps, np.int32)})
                 for ids, logprobs, steps, cut in group["completions"]])
-            for group in state]
 
 
 class CarryingEngine(Engine):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from architecture import Architecture, Shape
-from batch import Completion, to_device
+from batch import to_device
 from memory import Memory
 from model import Policy
 from rollout import Engine
@@ -177,12 +177,6 @@ class RoutedPolicy(Policy):
 
 # ---- in the engine ----
 
-@dataclass
-class Routed(Completion):
-    """A completion whose experts the engine told."""
-    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): of each token that is an input
-
-
 class MixtureEngine(Engine):
     """The engine of a mixture of experts. With --replay_routing it says which ones it used."""
 
@@ -200,9 +194,11 @@ class MixtureEngine(Engine):
             self.llm.apply_model(forget_packed_experts)
         super().take(weights)
 
-    def completion(self, output):
-        """See Engine."""
-        return Routed(**vars(super().completion(output)), routes=output.routed_experts)
+    def new_tokens(self, output):
+        """See Engine. extras["routes"] (prompt + T - 1, layers, k): of each token that is an input.
+        """
+        routes = getattr(output, "routed_experts", None)
+        return super().new_tokens(output) | ({} if routes is None else {"routes": routes})
 
 
 def forget_packed_experts(model) -> None:
@@ -215,7 +211,7 @@ def forget_packed_experts(model) -> None:
 
 def has_routes(sample) -> bool:
     """Whether the engine told its experts."""
-    return getattr(sample.completion, "routes", None) is not None
+    return "routes" in sample.extras
 
 
 # ---- in a forward ----
@@ -235,10 +231,10 @@ def routes_of(micro):
         owner, prompt, _ = micro.batch.sizes[row]
         if owner not in owners:
             owners.append(owner)
-            parts.append(samples[owner].completion.routes[:prompt])
+            parts.append(samples[owner].extras["routes"][:prompt])
     for row in micro.rows:
         _, prompt, completion = micro.batch.sizes[row]
-        parts.append(samples[row].completion.routes[prompt:prompt + completion - 1])
+        parts.append(samples[row].extras["routes"][prompt:prompt + completion - 1])
     return to_device(torch.from_numpy(np.concatenate(parts)).long(), micro.device)
 
 

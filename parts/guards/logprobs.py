@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from batch import Batch, Completion, MicroBatch, Sample
+from batch import Batch, MicroBatch, Sample
 from data import Prompt, Row
 from errors import SettingsError
-from rewards import Score
-from rollout import Request, hash_seed
+from rollout import hash_seed
 from settings import Flags, Positive
 
 ROWS, LONGEST, TOKENS = 8, 2, 64  # prompts; how many of them are the longest; tokens after each
@@ -99,18 +98,17 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
     log-probs (M,)). Without an engine the completions are words of the last prompt, and there are
     no log-probs: None."""
     room = min(TOKENS, run.args.max_tokens)
-    if run.engine:
-        with run.engine.generating(run.policy):
-            requests = [Request(p.row.prompt_ids, hash_seed(run.args.seed, "compare", p.position),
-                                room, p.row) for p in prompts]
-            done = run.engine.generate(requests, run.args.temperature)
-        engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
-    else:
-        words = np.resize(prompts[-1].row.prompt_ids, (len(prompts), room)).astype(np.int32)
-        done = [Completion(ids, np.zeros(room, np.float32), False) for ids in words]
-        engine = None
-    score = Score(0.0, {}, None)
-    return [Sample(p, c, "", score) for p, c in zip(prompts, done, strict=True)], engine
+    samples = [Sample(p, reward=0.0, room=room,
+                      seed=hash_seed(run.args.seed, "compare", p.position)) for p in prompts]
+    if not run.engine:
+        for s in samples:
+            s.append(np.resize(prompts[-1].row.prompt_ids, room), np.zeros(room))
+        return samples, None
+    with run.engine.generating(run.policy):
+        found = run.engine.generate(samples, run.args.temperature)
+    for s, new in zip(samples, found, strict=True):
+        s.append(**new)
+    return samples, torch.from_numpy(np.concatenate([s.logprobs for s in samples])).double()
 
 
 def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:

@@ -6,9 +6,10 @@ https://github.com/huggingface/trl/issues/6533
 from contextlib import closing
 from dataclasses import replace
 
+from batch import Sample
+from data import Prompt
 from errors import SettingsError
-from rewards import Pool
-from worker import Item
+from rewards import Pool, item_of, weighted_sum
 
 
 def try_once(args, rows: list, pool: Pool, warnings: dict) -> None:
@@ -24,12 +25,11 @@ def try_once(args, rows: list, pool: Pool, warnings: dict) -> None:
     if pool.waits or pool.silent or not rows or not any(".py:" in spec for spec in args.reward):
         return
     row, text = rows[0], "a made-up completion"
-    item = Item(row.prompt, text, row.answer, row.columns, len(text), False, [],
-                [{"role": "assistant", "content": text}])
+    item = item_of(Sample(Prompt(0, row), text=text)) | {"tokens": len(text)}
     with closing(Pool(list(args.reward), replace(args, reward_workers=1))) as pool:
         pool.wait()
         size = args.group if pool.groups else 1
-        error = pool.ask([item] * size, size)[0].error
+        *_, error = weighted_sum(pool.parts, pool.ask([item] * size, size)[0])
     if not error:
         return
     lines = error.strip().splitlines()

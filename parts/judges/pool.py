@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from parts.judges.waiting import PAUSE
-from rewards import Pool, Score
+from rewards import Pool
 from settings import Flags, Range
 
 TOGETHER = 64  # calls that a worker gets at once
@@ -28,12 +28,10 @@ class JudgePool(Pool):
         """See Pool."""
         return self.parts, self.args.reward_timeout, self.retries
 
-    def score(self, values: list, error: str | None, retries: int = 0) -> Score:
-        """See Pool. retries: of the call, with its first item. The metric reward/retries is the
-        mean over completions."""
-        score = super().score(values, error)
-        score.parts["retries"] = retries
-        return score
+    def ask(self, items: list[dict], size: int = 1) -> list[dict]:
+        """See Pool. The metric reward/retries is the mean over completions; the first one of a call
+        has those of the call, and the others 0."""
+        return [found | {"retries": found.get("retries", 0)} for found in super().ask(items, size)]
 
     def put(self, calls: list[slice]) -> None:
         """See Pool."""

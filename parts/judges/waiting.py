@@ -26,13 +26,14 @@ class Call:
 
     def __init__(self, rewards: list[Reward], items: list):
         self.items, self.retries = items, 0
-        self.found = [[None] * len(items) if it.waits else worker.found_by(it, items)
-                      for it in rewards]
+        self.found = {it.name: [None] * len(items) if it.waits else worker.found_by(it, items)
+                      for it in rewards}
 
-    def answers(self) -> list[list]:
-        """As of worker.by_item, and for the first item the retries."""
+    def answers(self) -> list[dict]:
+        """As of worker.by_item, and with the first item the retries of the call."""
         made = worker.by_item(self.found)
-        return [[*one, 0 if i else self.retries] for i, one in enumerate(made)]
+        made[0]["retries"] = self.retries
+        return made
 
 
 def load(parts: list[RewardSpec], timeout: float, retries: int) -> tuple[Loaded, list]:
@@ -52,7 +53,8 @@ async def score_all(loaded: Loaded, calls: list[Call]) -> None:
     """Calls the coroutines."""
     tasks = []
     for call in calls:
-        for reward, found in zip(loaded.rewards, call.found, strict=True):
+        for reward in loaded.rewards:
+            found = call.found[reward.name]
             size = len(call.items) if reward.groups else 1
             tasks += [score_one(loaded, call, reward, found, slice(i, i + size))
                       for i in range(0, len(call.items), size) if reward.waits]

@@ -292,9 +292,9 @@ class TakingEngine(Engine):
             adapter = tensors(policy.module.lm, self.world.device)
             self.request = put_adapter(self.llm, self.config, adapter, self.syncs)
 
-    def outputs(self, requests, temperature, **options):
+    def outputs(self, samples, temperature, **options):
         """See Engine."""
-        return super().outputs(requests, temperature, lora_request=self.request, **options)
+        return super().outputs(samples, temperature, lora_request=self.request, **options)
 
 
 def put_adapter(llm, config: dict, adapter: Iterator, sync: int):

@@ -187,20 +187,19 @@ class Ordered(Stream):
             for sample in samples:
                 groups.setdefault(sample.prompt.position, []).append(sample)
             for group in groups.values():
-                self.add(self.counts[self.place[group[0].prompt.row.index]],
-                         [one.score for one in group])
+                self.add(self.counts[self.place[group[0].prompt.row.index]], group)
         self.unread = []
 
-    def add(self, counts: Counts, scores: list):
-        """Adds a draw of a row. scores: of its completions."""
+    def add(self, counts: Counts, samples: list):
+        """Adds a draw of a row. samples: its completions."""
         counts.drawn += 1
-        scores = [score for score in scores if score.total is not None]
-        if scores:
-            passed = sum(passes(score, self.args.eval_pass) for score in scores)
-            counts.scored += len(scores)
+        scored = [s for s in samples if s.reward is not None]
+        if scored:
+            passed = sum(passes(s, self.args.eval_pass) for s in scored)
+            counts.scored += len(scored)
             counts.passed += passed
-            counts.last = passed / len(scores)
-            counts.total += sum(score.total for score in scores)
+            counts.last = passed / len(scored)
+            counts.total += sum(s.reward for s in scored)
 
     def state_dict(self) -> dict:
         """Returns what a checkpoint keeps."""

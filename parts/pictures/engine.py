@@ -31,14 +31,14 @@ class LookingEngine(Engine):
         super().forget()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def sampling(self, request, temperature):
+    def sampling(self, sample, temperature):
         """See Engine."""
-        return super().sampling(request, temperature) | {"logit_bias": {self.eyes.token: NEVER}}
+        return super().sampling(sample, temperature) | {"logit_bias": {self.eyes.token: NEVER}}
 
-    def prompts(self, requests):
+    def prompts(self, samples):
         """See Engine. One token for each picture, of which vLLM makes more itself. Of ids that are
         those of a tile already it would make still more, and say nothing."""
-        found, seen = super().prompts(requests), [pictures_in(r.row) for r in requests]
+        found, seen = super().prompts(samples), [pictures_in(s.prompt.row) for s in samples]
         images = {it: [*map(opened, it)] for it in {p.sources for p in seen if p}}  # once
         for prompt, pictures in zip(found, seen, strict=True):
             if pictures:
@@ -46,34 +46,35 @@ class LookingEngine(Engine):
                            "multi_modal_data": {"image": images[pictures.sources]}}
         return found
 
-    def outputs(self, requests, temperature, **options):
+    def outputs(self, samples, temperature, **options):
         """See Engine. It holds HELD of pixels at once."""
         found = []
-        for part in parts_of(requests):
+        for part in parts_of(samples):
             found += super().outputs(part, temperature, **options)
         self.llm.llm_engine.reset_mm_cache()
-        compare_ids(requests, found)
+        compare_ids(samples, found)
         return found
 
 
-def parts_of(requests: list) -> list[list]:
+def parts_of(samples: list) -> list[list]:
     """Parts whose pixels fit. Those of a group count once."""
     parts, room, seen = [[]], HELD * 2**30, set()
-    for request in requests:
-        pictures = pictures_in(request.row)
+    for sample in samples:
+        pictures = pictures_in(sample.prompt.row)
         if pictures and pictures.sources not in seen:
             if parts[-1] and pictures.bytes > room:
                 parts, room, seen = [*parts, []], HELD * 2**30, set()
             room -= pictures.bytes
             seen.add(pictures.sources)
-        parts[-1].append(request)
+        parts[-1].append(sample)
     return parts
 
 
-def compare_ids(requests: list, outputs: list) -> None:
+def compare_ids(samples: list, outputs: list) -> None:
     """RuntimeError unless engine and trainer have the same ids."""
-    for request, output in zip(requests, outputs, strict=True):
-        if output.prompt_token_ids != request.prompt_ids:
+    for sample, output in zip(samples, outputs, strict=True):
+        ids = sample.prompt.row.prompt_ids
+        if output.prompt_token_ids != ids:
             raise RuntimeError(
                 f"engine and trainer differ in the ids of a prompt with pictures: "
-                f"{len(output.prompt_token_ids)} and {len(request.prompt_ids)} tokens")
+                f"{len(output.prompt_token_ids)} and {len(ids)} tokens")

@@ -5,19 +5,16 @@ from math import exp
 import numpy as np
 import torch
 
-from batch import Batch, Completion, Sample
+from batch import Batch, Sample
 from data import Prompt
 from log import Meter
-from rewards import Score
 from run import Run
 
 
 def given(prompt: Prompt) -> Sample:
     """A sample that nobody sampled: its row has the completion (targets.py)."""
     ids, learned = prompt.row.target
-    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
-                            np.array(learned))
-    return Sample(prompt, completion, "", Score(0.0, {}, None))
+    return Sample(prompt, np.array(ids, np.int32), sampled=np.array(learned), reward=0.0)
 
 
 @dataclass

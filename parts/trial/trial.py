@@ -6,13 +6,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from batch import Batch, Completion, MicroBatch, Sample, cut
+from batch import Batch, MicroBatch, Sample, cut
 from data import Prompt, Row
 from dist import peak_memory
 from errors import SettingsError
 from memory import GIB
 from plan import Phase, Plan, ceil_div
-from rewards import Score
 from settings import Flags
 
 
@@ -95,8 +94,7 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Mic
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
     ids = (np.arange(n - p) % vocab).astype(np.int32)
-    one = Sample(Prompt(0, Row(0, "", [0] * p, None, {}, "")), Completion(
-        ids, np.zeros(len(ids), np.float32), False), "", Score(0.0, {}, None))
+    one = Sample(Prompt(0, Row(0, "", [0] * p, None, {}, "")), ids, reward=0.0)
     batch = Batch([one] * (rows * keys))
     return MicroBatch(batch, cut(batch.sizes, max(tokens, n))[0], device)
 

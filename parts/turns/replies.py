@@ -3,7 +3,7 @@ import asyncio
 import inspect
 import sys
 import traceback
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, TypedDict
 
 import worker
 from worker import Reward, RewardSpec, number
@@ -14,25 +14,25 @@ LOOP = asyncio.Runner()  # one loop for all calls of an `async def`: a client ma
 KEYS = "role", "content", "name", "tool_call_id"
 
 
-class Move(NamedTuple):
+class Move(TypedDict, total=False):
     """What a --reply is asked: its answer to the last turn."""
     row: dict  # the columns, the prompt, the answer
     seed: int  # of the episode, which it also names
     turns: list[dict]
     seen: list[int]  # how many turns there were at each of its replies so far
-    over: bool = False  # not a reply, but its reward: the episode is over
-    pays: bool = False  # with a reply comes the reward so far: a turn is paid what it grows by
-    completion: str = ""  # as of an Item, for errors
+    over: bool  # not a reply, but its reward: the episode is over
+    pays: bool  # with a reply comes the reward so far: a turn is paid what it grows by
+    completion: str  # the last turn, for errors (as of worker.ITEM)
 
 
 class Reply(Reward):
     """A function of --reply."""
     words: ClassVar = ("turns",)
-    nothing: ClassVar = Move({"prompt": "", "answer": None}, 0, [], [])
+    nothing: ClassVar = Move(row={"prompt": "", "answer": None}, turns=[])
 
     def given(self, items: list[Move]) -> dict:
         """See worker.Reward. A call is one Move."""
-        return items[0].row | {"row": items[0].row, "turns": items[0].turns}
+        return items[0]["row"] | {"row": items[0]["row"], "turns": items[0]["turns"]}
 
     def values(self, result, items: list[Move]) -> list:
         """Its messages. None: the episode is over."""
@@ -60,7 +60,7 @@ def is_message(value) -> bool:
 class Environments:
     """Those of a --reply CLASS that live in this worker, by the seeds of their episodes."""
 
-    groups = waits = False  # as of a worker.Reward
+    name, groups, waits = "reply", False, False  # as of a worker.Reward
 
     def __init__(self, kind: type):
         self.kind, self.live = kind, {}
@@ -76,29 +76,29 @@ class Environments:
         """A call. Its reply, as messages. None: the episode is over. Of a move that is over: the
         reward."""
         move = worker.fresh(moves[0])
-        it = self.live.pop(move.seed, None)
-        if it is None or not move.seen:  # an evaluation has the same episodes each time
+        it = self.live.pop(move["seed"], None)
+        if it is None or not move["seen"]:  # an evaluation has the same episodes each time
             it = self.played_again(move)
-        if move.over:
+        if move["over"]:
             reward = it.reward() if "reward" in self.methods else None
             if "close" in self.methods:
                 it.close()
             return reward
-        said = messages(it.reply(worker.fresh(move.turns)))
-        self.live[move.seed] = it
-        if said and move.pays:
+        said = messages(it.reply(worker.fresh(move["turns"])))
+        self.live[move["seed"]] = it
+        if said and move["pays"]:
             said[0]["reward"] = number(it.reward())
         return said
 
     def values(self, result, moves: list[Move]) -> list:
         """See worker.Reward."""
-        return [number(result) if moves[0].over else result]
+        return [number(result) if moves[0]["over"] else result]
 
     def played_again(self, move: Move):
         """A new environment that has seen the turns so far: its worker was killed."""
-        it = self.kind(move.row, move.seed)
-        for end in move.seen:
-            it.reply(worker.fresh(move.turns[:end]))
+        it = self.kind(move["row"], move["seed"])
+        for end in move["seen"]:
+            it.reply(worker.fresh(move["turns"][:end]))
         return it
 
 
@@ -115,7 +115,7 @@ def load(part: RewardSpec, timeout: float) -> tuple[tuple, list]:
     return (reply, timeout), [[], reply.waits, needs]
 
 
-def score(loaded: tuple, calls: list[list[Move]]) -> list[list]:
+def score(loaded: tuple, calls: list[list[Move]]) -> list[list[dict]]:
     """As worker.score. Calls of an `async def` run together."""
     reply, timeout = loaded
     if not reply.waits:
@@ -123,12 +123,12 @@ def score(loaded: tuple, calls: list[list[Move]]) -> list[list]:
     return LOOP.run(score_all(reply, timeout, calls))
 
 
-async def score_all(reply: Reply, timeout: float, calls: list[list[Move]]) -> list[list]:
+async def score_all(reply: Reply, timeout: float, calls: list[list[Move]]) -> list[list[dict]]:
     """Calls the coroutine."""
     return await asyncio.gather(*(score_one(reply, timeout, moves) for moves in calls))
 
 
-async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list:
+async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list[dict]:
     """The answers of one call."""
     try:
         said = await asyncio.wait_for(reply.start(moves), timeout + worker.LOADING.seconds)
@@ -137,7 +137,7 @@ async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list:
         raise
     except Exception:
         found = [traceback.format_exc()[-2000:]]
-    return worker.by_item([found])
+    return worker.by_item({reply.name: found})
 
 
 def work(fd: int) -> None:

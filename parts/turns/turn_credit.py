@@ -39,10 +39,9 @@ def turns_of(batch):
     """Of each sampled token, (M,): the number of its turn; and what the turn was paid, at its last
     token, else 0."""
     found = []
-    for c in (s.completion for s in batch.samples):
-        turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
-        messages = getattr(c, "turns", [])  # a completion without replies was paid for no turn
-        paid, pay = np.zeros(len(turn)), [one["paid"] for one in messages if "paid" in one]
+    for s in batch.samples:
+        turn = (s.sampled > np.append(False, s.sampled[:-1])).cumsum()[s.sampled] - 1
+        paid, pay = np.zeros(len(turn)), [one["paid"] for one in s.turns if "paid" in one]
         paid[np.flatnonzero(np.diff(turn, append=-1))] = pay or 0
         found.append((turn, paid))
     return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]

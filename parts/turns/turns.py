@@ -17,13 +17,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from batch import Completion
+from batch import Sample
 from chat_template import ids_after, marks_of, reader, render, texts_of
-from data import Prompt, Row
+from data import Row
 from errors import SettingsError
 from parts.turns.replies import Move
 from rewards import Pool, check_rows, report
-from rollout import Engine, Request, hash_seed
+from rollout import Engine, hash_seed
 from settings import Count, Flags
 from worker import ROOT, RewardSpec, find_file
 
@@ -84,11 +84,12 @@ class ReplyPool(Pool):
         """See rewards.Pool."""
         self.methods, self.waits, self.needs = told
 
-    def ask(self, moves: list[Move], homes: list[int]) -> list[tuple]:
-        """Returns (values, error) of each. homes: a number for each; the same worker gets all moves
-        of a number, and keeps their environment."""
+    def ask(self, moves: list[Move], homes: list[int]) -> list:
+        """Returns what a worker returned for each: messages, a number, None, or a text that says
+        what failed. homes: a number for each; the same worker gets all moves of a number, and keeps
+        their environment."""
         self.homes = homes
-        return super().ask(moves)
+        return [value for found in super().ask(moves) for value in found.values()]
 
     def put(self, calls: list[slice]) -> None:
         """See rewards.Pool. An `async def` answers many at once."""
@@ -98,10 +99,6 @@ class ReplyPool(Pool):
                     if home % len(self.inboxes) == number]
             for i in range(0, len(mine), size):
                 inbox.put(mine[i:i + size])
-
-    def score(self, values: list, error: str | None) -> tuple:
-        """See rewards.Pool. A reply has no weight: what the worker returned."""
-        return values, error
 
     def seconds(self, batch: list[list]) -> float:
         """See rewards.Pool."""
@@ -196,35 +193,25 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
 
 
 @dataclass
-class Turns(Completion):
-    """A completion of several turns, with what was put in between."""
-    turns: list[dict] = field(default_factory=list)  # messages
-
-    def messages(self, text: str) -> list[dict]:
-        """See Completion."""
-        return self.turns
-
-    @property
-    def failed(self) -> bool:
-        """Whether a reply failed. Then the completion has no reward."""
-        return bool(self.turns[-1].get("failed"))
-
-
-@dataclass
 class Episode:
-    """A completion that goes on for several turns."""
-    number: int  # of the completion
-    row: Row
-    completion: Turns
+    """A sample that goes on for several turns: `turns` of it has them, and what was put between."""
+    number: int  # of the sample
+    sample: Sample
     seed: int
     seen: list[int] = field(default_factory=list)  # how many turns there were at each reply
     worth: float = 0.0  # the reward of its environment so far
 
+    @property
+    def failed(self) -> bool:
+        """Whether a reply failed. Then the completion has no reward."""
+        return bool(self.sample.turns[-1].get("failed"))
+
     def asked(self, over: bool, pays: bool) -> Move:
         """What a worker is asked: its reply, or the reward of an environment."""
-        row, turns = self.row, self.completion.turns
+        row, turns = self.sample.prompt.row, self.sample.turns
         columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
-        return Move(columns, self.seed, turns, self.seen, over, pays, turns[-1]["content"])
+        return Move(row=columns, seed=self.seed, turns=turns, seen=self.seen, over=over, pays=pays,
+                    completion=turns[-1]["content"])
 
 
 class Reply(NamedTuple):
@@ -247,20 +234,20 @@ class Episodes:
         self.pays = "turns" in paid_by(args)  # a turn is paid what reward() grows by
         self.told = False  # that no reply fits
 
-    def play(self, prompts: list[Prompt], completions: list[Completion],
-             complete: Callable, seed: Callable) -> None:
-        """Adds replies and further turns to the completions, the same on all ranks. A collective.
+    def play(self, samples: list[Sample], complete: Callable, seed: Callable) -> list[Episode]:
+        """Adds replies and further turns to the samples, the same on all ranks. Returns their
+        episodes. A collective.
 
-        complete(requests): the engine's. seed(i, turn): of a turn of completion i.
+        complete(samples): the engine's. seed(i, turn): of a turn of sample i.
         """
-        episodes = [Episode(i, prompt.row, c, seed(i, 0))
-                    for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
-        self.mine = set(self.world.mine(range(len(completions))))  # this rank answers them
-        new, running = completions, episodes  # `new` has a turn of each `running`
+        episodes = [Episode(i, s, seed(i, 0)) for i, s in enumerate(samples)]
+        self.mine = set(self.world.mine(range(len(samples))))  # this rank answers them
+        running, begun = episodes, [0] * len(episodes)  # the turn of each begins at token `begun`
         for turn in range(1, self.max_turns + 1):
+            new = [it.sample.ids[first:] for it, first in zip(running, begun, strict=True)]
             for it, message in zip(running, self.read(new), strict=True):
-                it.completion.turns.append(message)
-            running = [it for it in running if not it.completion.truncated]
+                it.sample.turns.append(message)
+            running = [it for it in running if not it.sample.truncated]
             last = turn == self.max_turns
             if not running or (last and not self.stateful):
                 break
@@ -269,31 +256,31 @@ class Episodes:
                 break
             answered = sum(bool(reply.value) for reply in replies)
             running = [it for it, reply in zip(running, replies, strict=True)
-                       if self.goes_on(it.completion, reply.value, reply.ids)]
+                       if self.goes_on(it.sample, reply.value, reply.ids)]
             if turn == 1 and answered and not running and not self.told:
                 self.told = True
                 self.log.say(f"  no reply fits: of {answered:,} none had room after the first turn."
                              f" --max_tokens {self.max_tokens} is for a whole episode, with its "
                              f"replies. Would work: a larger --max_tokens.")
-            new = complete([Request(
-                it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
-                self.max_tokens - len(it.completion.ids)) for it in running])
-            for it, c in zip(running, new, strict=True):
-                append(it.completion, c.ids, c.logprobs, True)
-                it.completion.truncated = c.truncated
+            begun = [len(it.sample.ids) for it in running]
+            for it in running:
+                it.sample.seed = seed(it.number, turn)
+            complete([it.sample for it in running])
         if self.stateful:
-            self.end([it for it in episodes if not it.completion.failed])
+            self.end([it for it in episodes if not it.failed])
+        return episodes
 
     def end(self, episodes: list[Episode]) -> None:
         """Ends the environments. The last turn gets their rewards as `reward`. A collective."""
         for it, reply in zip(episodes, self.reply(episodes, over=True), strict=True):
             if "reward" in self.workers.methods:
-                it.completion.turns[-1]["reward"] = reply.value
+                it.sample.turns[-1]["reward"] = reply.value
 
-    def read(self, turns: list[Completion]) -> list[dict]:
-        """The messages of these turns. Each rank decodes its share. A collective."""
+    def read(self, turns: list[np.ndarray]) -> list[dict]:
+        """The messages of these turns, given their ids. Each rank decodes its share. A collective.
+        """
         mine, pay = self.world.mine(turns), {"paid": 0.0} if self.pays else {}
-        return self.world.gather([said(self.bridge.read(c.ids)) | pay for c in mine])
+        return self.world.gather([said(self.bridge.read(ids)) | pay for ids in mine])
 
     def reply(self, episodes: list[Episode], over: bool = False) -> list[Reply]:
         """For each its messages, or if it is over its reward. A rank answers the same episodes in
@@ -301,41 +288,41 @@ class Episodes:
         mine = [it for it in episodes if it.number in self.mine]
         answers = self.workers.ask([it.asked(over, self.pays) for it in mine],
                                    homes=[it.number for it in mine])
-        replies = self.world.gather([self.reply_of(it.completion, answer, over)
+        replies = self.world.gather([self.reply_of(it.sample, answer, over)
                                      for it, answer in zip(mine, answers, strict=True)])
         for it, reply in zip(episodes, replies, strict=True):
-            it.seen.append(len(it.completion.turns))
+            it.seen.append(len(it.sample.turns))
             if reply.error:
-                it.completion.turns[-1]["failed"] = True
+                it.sample.turns[-1]["failed"] = True
             if self.pays and reply.worth is not None:
-                it.completion.turns[-1]["paid"] += reply.worth - it.worth
+                it.sample.turns[-1]["paid"] += reply.worth - it.worth
                 it.worth = reply.worth
         errors = [reply.error for reply in replies]
         report(self.workers, self.log, errors, len(errors))
         return replies
 
-    def reply_of(self, c: Completion, answer: tuple, over: bool) -> Reply:
+    def reply_of(self, sample: Sample, value, over: bool) -> Reply:
         """What a worker answered, with the ids of its messages. The first one has the `reward` so
         far, and loses it."""
-        (value,), error = answer
-        ids, worth = [], None
+        if isinstance(value, str):
+            return Reply(None, [], None, value)
+        if over:
+            return Reply(value, [], value, None)
+        if not value:
+            return Reply(None, [], None, None)
+        worth = value[0].pop("reward", None)
         try:
-            if over:
-                worth = value
-            elif value:
-                worth = value[0].pop("reward", None)
-                ids = self.bridge.ids(int(c.ids[-1]), value)
+            return Reply(value, self.bridge.ids(int(sample.ids[-1]), value), worth, None)
         except SettingsError as error:
             return Reply(None, [], None, str(error))
-        return Reply(value, ids, worth, error)
 
-    def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
+    def goes_on(self, sample: Sample, messages: list[dict] | None, ids: list[int]) -> bool:
         """Appends a reply, if the episode goes on and a token has room after it."""
-        c.truncated = bool(messages) and len(c.ids) + len(ids) >= self.max_tokens
-        if not messages or c.truncated:
+        sample.truncated = bool(messages) and len(sample.ids) + len(ids) >= self.max_tokens
+        if not messages or sample.truncated:
             return False
-        append(c, ids, np.zeros(len(ids)), False)
-        c.turns += messages
+        sample.append(ids, np.zeros(len(ids)), sampled=False)
+        sample.turns += messages
         return True
 
 
@@ -350,17 +337,14 @@ class PlayingEngine(Engine):
     def sample(self, prompts, group, temperature, purpose="train"):
         """See Engine."""
         samples = super().sample(prompts, group, temperature, purpose)
-        for sample in samples:
-            sample.completion = Turns(**vars(sample.completion))
 
         def seed(i: int, turn: int) -> int:
             return hash_seed(self.seed, purpose, samples[i].prompt.position, i % group, turn)
 
-        done = [s.completion for s in samples]
         with self.log.time("rollout"):
-            self.episodes.play([s.prompt for s in samples], done,
-                               partial(self.complete, temperature=temperature), seed)
-        self.metrics = {"rollout/reply_failed": sum(c.failed for c in done)}
+            done = self.episodes.play(samples, partial(self.complete, temperature=temperature),
+                                      seed)
+        self.metrics = {"rollout/reply_failed": sum(it.failed for it in done)}
         return samples
 
     def close(self):
@@ -374,13 +358,6 @@ class EpisodePool(Pool):
 
     def ask(self, items, size=1):
         """See Pool."""
-        failed = self.score([None] * len(self.parts), "its episode failed")
-        return [failed if item.turns[-1].get("failed") else score
-                for score, item in zip(super().ask(items, size), items, strict=True)]
-
-
-def append(c: Completion, ids, logprobs, sampled: bool) -> None:
-    """In place: ids (n,), log-probs (n,) in nats, and whether they were sampled."""
-    c.ids = np.append(c.ids, ids).astype(np.int32)
-    c.logprobs = np.append(c.logprobs, logprobs).astype(np.float32)
-    c.sampled = np.append(c.sampled, np.full(len(ids), sampled))
+        failed = {spec.name: "its episode failed" for spec in self.parts}
+        return [failed if item["turns"][-1].get("failed") else found
+                for found, item in zip(super().ask(items, size), items, strict=True)]

@@ -21,7 +21,6 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from batch import Completion  # noqa: E402
 from parts.carry.carry import Carry, CarryArgs  # noqa: E402
 
 JOBS = [(1500, 0.8, 8192), (1500, 1.0, 16384), (4000, 1.0, 32768)]  # median, sigma, --max_tokens
@@ -36,19 +35,16 @@ class Engine:
         self.log = SimpleNamespace(time=lambda name: nullcontext(), times={"time/rollout": 1.0})
         self.world = SimpleNamespace(same_phase=lambda name, count: None, step=0)
 
-    def complete(self, requests, temperature) -> list[Completion]:
-        return [self.grown(request) for request in requests]
-
-    def grown(self, request) -> Completion:
-        begun = len(request.prompt_ids) - 1
-        if begun:
-            length = request.prompt_ids[1]
-        else:
-            rng = np.random.default_rng(request.seed)
-            length = max(1, int(rng.lognormal(np.log(self.median), self.sigma)))
-        n = min(request.room, length - begun, self.limit - begun)
-        return Completion(np.full(n, length, np.int32), np.zeros(n, np.float32),
-                          truncated=begun + n < length)
+    def complete(self, samples, temperature) -> None:
+        for s in samples:
+            begun = len(s.ids)
+            if begun:
+                length = s.ids[0]
+            else:
+                rng = np.random.default_rng(s.seed)
+                length = max(1, int(rng.lognormal(np.log(self.median), self.sigma)))
+            n = min(s.room, length - begun, self.limit - begun)
+            s.append(np.full(n, length), np.zeros(n), truncated=begun + n < length)
 
 
 class Prompts:

@@ -9,7 +9,6 @@ import torch
 import fakes
 import losses
 import plan
-from batch import Completion
 from data import Stream
 from parts.carry import carry
 from tables import table
@@ -28,18 +27,16 @@ class Engine:
         self.most, self.world = most, fakes.World()
         self.log = SimpleNamespace(time=fakes.Log().time, times={"time/rollout": 0.5})
 
-    def complete(self, requests, temperature):
-        made = []
-        for r in requests:
-            seed, purpose, position, i, *begun = r.seed
+    def complete(self, samples, temperature):
+        for s in samples:
+            seed, purpose, position, i, *begun = s.seed
             begun, = begun or [0]
-            assert (seed, purpose) == (5, "train") and r.prompt_ids[1:] == [*range(begun)]
-            n = min(r.room, whole(position, i) - begun)
+            assert (seed, purpose) == (5, "train") and s.ids.tolist() == [*range(begun)]
+            n = min(s.room, self.most - begun, whole(position, i) - begun)
             ids = np.arange(begun, begun + n, dtype=np.int32)
             ended = begun + n == whole(position, i) <= self.most
             ids[-1] = 99 if ended else ids[-1]
-            made.append(Completion(ids, np.full(n, -self.world.step / 8, np.float32), not ended))
-        return made
+            s.append(ids, np.full(n, -self.world.step / 8), not ended)
 
 
 def carry_of(ahead: int, tokens: int, most: int) -> carry.Carry:
@@ -83,11 +80,11 @@ def test_a_step_has_the_oldest_prompts_whenever_they_end(monkeypatch, ahead, tok
         samples = it.sample(it.engine, it.stream.next(3))
         assert [s.prompt.position for s in samples] == [3 * step + k // 2 for k in range(6)]
         for k, (s, steps) in enumerate(zip(samples, expected, strict=True)):
-            n, c = whole(s.prompt.position, k % 2), s.completion
+            n = whole(s.prompt.position, k % 2)
             assert s.prompt.row == rows[s.prompt.position]
-            assert c.ids.tolist() == ([*range(n - 1), 99] if n <= most else [*range(most)])
-            assert c.truncated == (n > most) and c.steps.tolist() == steps
-            assert c.logprobs.tolist() == [-x / 8 for x in steps]
+            assert s.ids.tolist() == ([*range(n - 1), 99] if n <= most else [*range(most)])
+            assert s.truncated == (n > most) and s.extras["steps"].tolist() == steps
+            assert s.logprobs.tolist() == [-x / 8 for x in steps]
         ages = step - np.concatenate(expected)
         assert it.engine.metrics["carry/old_tokens_frac"] == np.mean(ages > 0)
         assert it.engine.metrics["carry/age_max"] == ages.max()

@@ -83,16 +83,16 @@ class Routed(Setting):
     def samples(self, step):
         found = super().samples(step)
         for i, sample in enumerate(found if self.flags["replay_routing"] else ()):
-            n = len(sample.prompt.row.prompt_ids) + len(sample.completion.ids) - 1
+            n = len(sample.prompt.row.prompt_ids) + len(sample.ids) - 1
             draws = np.random.default_rng([step, i]).random((n, 2, 5))
-            sample.completion.routes = draws.argsort(-1)[..., :2]
+            sample.extras["routes"] = draws.argsort(-1)[..., :2]
         return found
 
     def learn(self, args, models, samples, completions, lr, kl_coef):
         """And the load: f_e = how often e was chosen / all choices, in each layer."""
         for i, completion in enumerate(completions):
             if self.flags["replay_routing"]:
-                first, own = (samples[k].completion.routes for k in (i - i % args.group, i))
+                first, own = (samples[k].extras["routes"] for k in (i - i % args.group, i))
                 p = len(completion.prompt)
                 completion.routes = np.concatenate([first[:p], own[p:]])
         models[0].counts = np.zeros((2, 5))
@@ -151,10 +151,10 @@ def test_the_engine_is_asked_for_its_experts_and_one_that_tells_none_ends_the_ru
         engine = families.engine_of("folder", fakes.World(), SimpleNamespace(
             args=fakes.args(replay_routing=replays), module=module))
         assert llm.options["enable_return_routed_experts"] == replays
-    found = engine.completion(SimpleNamespace(
+    found = engine.new_tokens(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))
-    assert found.routes is routes
+    assert found["routes"] is routes
     blind = object.__new__(experts.RoutedPolicy)
     blind.replays, blind.batch = True, SimpleNamespace(samples=[fakes.sample(1.0)])
     with pytest.raises(RuntimeError, match="did not tell its experts"):

@@ -25,21 +25,22 @@ import worker
 from families import ROOT
 from parts.judges import plug, servers, waiting
 from parts.judges.pool import JudgePool
-from worker import Item
+from worker import ITEM
 
 
-def item(completion: str, **row) -> Item:
-    return Item("", completion, "", row, 1, False)
+def item(completion: str, **row) -> dict:
+    return ITEM | dict(completion=completion, answer="", tokens=1, columns=row)
 
 
 def score(specs, items, group=1, workers=1, timeout=60.0):
-    """The scores of one batch. items: or texts."""
+    """(reward, rewards, error) of each item of a batch. items: or texts."""
     items = [item(x) if isinstance(x, str) else x for x in items]
     args = fakes.args(reward_workers=workers, reward_timeout=timeout, reward_retries=0)
     with closing(JudgePool(specs, args)) as pool:
         pool.wait()
         pool.loading = 1.0
-        return pool.ask(items, group if pool.groups else 1)
+        found = pool.ask(items, group if pool.groups else 1)
+        return [rewards.weighted_sum(pool.parts, one) for one in found]
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_coroutines_and_others_are_added_up_and_one_loop_stays_open(own):
     assert found.waits == ["trl", "alone"]
     assert plug.pool(None, args, found.waits) is JudgePool and plug.pool(None, args, []) is None
     items = [item(text, level=2) for text in ("a", "b", "bb", "b", "bad", "c")]
-    found = [tuple(s.parts.values()) for s in score(specs, items, 2, timeout=1.0)]
+    found = [tuple(each.values()) for _, each, _ in score(specs, items, 2, timeout=1.0)]
     assert found == [(1, 3, 1, 0), (1, 3, 1, 0), (2, 3, 1, 0), (1, 3, 1, 0), (None, 3, 1, 0),
                      (None, 3, 1, 0)]  # the last: retries
 
@@ -79,7 +80,7 @@ def test_the_coroutines_of_a_worker_run_together(own):
         "    for _ in range(3): await asyncio.sleep(0)\n    open -= 1\n    return most")
     texts = [str(min(64, 70 - i // 64 * 64)) for i in range(70)]
     scores = score(["own.py:f"], texts)
-    assert all(int(text) <= s.total <= 64 for text, s in zip(texts, scores, strict=True))
+    assert all(int(text) <= total <= 64 for text, (total, *_) in zip(texts, scores, strict=True))
 
 
 BAD = {"time.sleep(1e9)": "no answer within", "os._exit(3)": "the worker ended with code 3",
@@ -95,9 +96,9 @@ def test_a_coroutine_that_hangs_or_dies_costs_its_completion_only(own):
         + "    return float(completion)")
     texts = [text for i, code in enumerate(BAD) for text in (str(i), code)] + ["99"]
     scores = score(["own.py:f", "short"], texts, workers=2, timeout=2.0)
-    assert [s.total for s in scores[::2]] == [i - 0.001 for i in [*range(len(BAD)), 99]]
-    for code, s in zip(BAD, scores[1::2], strict=True):
-        assert s.total is None and BAD[code] in s.error, (code, s)
+    assert [total for total, *_ in scores[::2]] == [i - 0.001 for i in [*range(len(BAD)), 99]]
+    for code, (total, _, error) in zip(BAD, scores[1::2], strict=True):
+        assert total is None and BAD[code] in error, (code, error)
 
 
 def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypatch):
@@ -115,13 +116,12 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         return len(tries)
 
     monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
-    loaded = waiting.Loaded([worker.Reward(f, ["completion"], False)], 0.2, 3)
+    loaded = waiting.Loaded([worker.Reward("f", f, ["completion"], False)], 0.2, 3)
     for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
         pauses.clear(), tries.clear()
-        ((values, error, retries),), = waiting.score(loaded, [[item(needed)]])
-        assert (values, pauses, retries) == ([value], waited, len(waited))
-        assert bool(error) == (value is None)
-    assert "the server is away" in error
+        (found,), = waiting.score(loaded, [[item(needed)]])
+        assert pauses == waited and found["retries"] == len(waited)
+        assert found["f"] == value if value else "the server is away" in found["f"]
     assert "--reward_retries must be" in "".join(plan.problems(fakes.args(reward_retries=11), 1))
 
 
@@ -202,7 +202,7 @@ def judged():
     pauses, wait = defaultdict(list), asyncio.wait
 
     def asked() -> int:
-        return int(sys._getframe(2).f_locals["items"][0].completion)
+        return int(sys._getframe(2).f_locals["items"][0]["completion"])
 
     async def sleep(seconds):
         pauses[asked()].append(seconds)
@@ -223,9 +223,10 @@ def judged():
 @pytest.mark.parametrize("n", range(len(OTHERS)))
 def test_what_a_server_says_is_judged_by_what_it_is(judged, n):
     """It is asked again where that can help, when it says so, and its words are the reason."""
-    (((value,), error, retries),), pauses = judged[0][n], judged[1][n]
+    (found,), pauses = judged[0][n], judged[1][n]
+    error = found["judge"] if isinstance(found["judge"], str) else None
     said, _, right, words = OTHERS[n]
-    assert (len(pauses), value is None) == (retries, bool(words)), error
+    assert len(pauses) == found["retries"], error
     assert pauses == right, error
     assert Server.asked[n] == len(right) + 1 or said[0] == "sleeps", error
     assert bool(error) == bool(words)

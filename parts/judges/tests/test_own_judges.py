@@ -7,7 +7,7 @@ import pytest
 import fakes
 from parts.judges.pool import JudgePool
 from test_doors import DEEDS, SPOIL
-from worker import Item
+from worker import ITEM
 
 VALUE = "len(turns) + sum(nums) + sum(deep['a'])"
 FORMS = {
@@ -32,12 +32,11 @@ def test_what_an_async_reward_does_with_what_it_gets_is_its_own_affair(
     (tmp_path / "own.py").write_text(f"import asyncio\ntried = []\n{SPOIL}"
                                      + code.replace("FAIL", fail or "pass"))
     row = {"nums": [1, 2], "deep": {"a": [3, 4]}}
-    items = [Item("", "x", ["a", "b"], row, 1, False, [], [{"role": "assistant", "content": "x"}])
-             for _ in range(4)]
+    items = [ITEM | dict(completion="x", answer=["a", "b"], tokens=1, columns=row,
+                         turns=[{"role": "assistant", "content": "x"}]) for _ in range(4)]
     for size, names, right in (1, "fh", (11, 10)), (2, "gfh", (11, 11, 10)):
         args = fakes.args(reward_workers=1, reward_timeout=20.0, reward_retries=2)
         with closing(JudgePool([f"own.py:{name}" for name in names], args)) as pool:
             pool.wait()
             found = pool.ask(items, size)
-        assert [tuple(score.parts.values())[:-1] for score in found] == [right] * 4, (
-            found[0].error)
+        assert [tuple(values.values())[:-1] for values in found] == [right] * 4, found[0]

@@ -15,7 +15,6 @@ from batch import Sample
 from errors import SettingsError
 from life import Life
 from parts.order import order
-from rewards import Score
 
 ONES = "def own(rows, known, **others):\n    return [1] * len(rows)\n"
 OWN = """def own(rows, known, *, seed, epoch):
@@ -132,8 +131,8 @@ def test_it_is_told_what_was_drawn_and_what_passed(tmp_path):
                 "    return rows[:2]\n", eval_pass=0.5)
     for rewards in [(1, 0, 0, None), (None, None, 1, 0.5)]:
         prompts = it.next(2)
-        samples = [Sample(prompts[i // 2], fakes.completion(), "", Score(
-            reward, {"exact": reward}, None)) for i, reward in enumerate(rewards)]
+        samples = [Sample(prompts[i // 2], reward=reward, rewards={"exact": reward})
+                   for i, reward in enumerate(rewards)]
         it.unread.append(samples)
     it.next(1)
     none = order.Known()

@@ -2,6 +2,7 @@
 them, and how far an engine that sees and the trainer are from that."""
 import json
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -93,7 +94,7 @@ class Transformers:
     def logprobs(self, sample: Sample, heat: float = 1.0):
         """log π of each token of a completion: (T,). In a completion the model does not look for
         pictures: it gets another id there, and the right embedding."""
-        row, ids = sample.prompt.row, torch.tensor(sample.completion.ids).long().unsqueeze(0)
+        row, ids = sample.prompt.row, torch.tensor(sample.ids).long().unsqueeze(0)
         seen, never = pictured.pictures_in(row), self.lm.config.image_token_id
         given = self.processor(text=[row.prompt], return_tensors="pt", **{
             "images": [[Image.open(path) for path in seen.sources]]} if seen else {})
@@ -110,7 +111,7 @@ class Transformers:
 
 def batch_of(samples: list[Sample]) -> Batch:
     """A batch without rewards: those of the engine have none."""
-    return families.scored([s.prompt for s in samples], [s.completion for s in samples])
+    return Batch([replace(s, reward=0.0) for s in samples])
 
 
 def engine_run(world, folder: Path, tp: int) -> list[list[float]]:
@@ -124,7 +125,7 @@ def engine_run(world, folder: Path, tp: int) -> list[list[float]]:
     for step in range(3):
         engine.load(policy)
         samples = engine.sample(prompts, 4, families.HEAT)
-        assert not any((s.completion.ids == engine.eyes.token).any() for s in samples)
+        assert not any((s.ids == engine.eyes.token).any() for s in samples)
         batch = batch_of(samples + made)
         ours = families.trainer_logprobs(world, policy, batch)
         export_model(policy, source, f"{out}.{step}")
@@ -135,7 +136,7 @@ def engine_run(world, folder: Path, tp: int) -> list[list[float]]:
                 for it in (Transformers(f"{out}.{step}", torch.float32),
                            Transformers(f"{out}.{step}", torch.float64)))
         theirs = families.engine_logprobs(batch)
-        sampled = torch.arange(len(ours)) < sum(len(s.completion.ids) for s in samples)
+        sampled = torch.arange(len(ours)) < sum(len(s.ids) for s in samples)
         likely = exact > -50  # that of an image token is about -100, which float32 rounds
         rounding = (plain - exact)[likely].abs().max()
         found.append([float(gap.abs().max() / rounding) for gap in (

@@ -29,8 +29,9 @@ import model
 import plan
 import preflight
 import ranks
-from batch import Batch
+from batch import Batch, Sample
 from checkpoint import export_model
+from data import Prompt
 from errors import SettingsError
 from examples import squares, tiny
 from fakegpu import GPU, learned, on_gpus
@@ -42,7 +43,6 @@ from parts.pictures import kinds, seeing
 from parts.pictures import rows as pictured
 from parts.pictures.engine import HELD, compare_ids, parts_of
 from parts.pictures.eyes import opened
-from rollout import Request
 from seen import (
     GROUP,
     Transformers,
@@ -114,8 +114,8 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
     """Σ -A log π / all tokens, by transformers in float64, a row at a time; text and tower are
     sharded, and an export has the files' names and values, bit for bit."""
     samples, theirs = fabricate(family), Transformers(f"{family}/model")
-    rewards = np.array([s.score.total for s in samples]).reshape(-1, GROUP)
-    tokens = sum(len(s.completion.ids) for s in samples)
+    rewards = np.array([s.reward for s in samples]).reshape(-1, GROUP)
+    tokens = sum(len(s.ids) for s in samples)
     for A, s in zip((rewards - rewards.mean(1, keepdims=True)).flatten(), samples, strict=True):
         (-A * theirs.logprobs(s).sum() / tokens).backward()
     tower = tuple(f"model.{name}." for name in architecture_of(theirs.lm.config).own.TOWER)
@@ -329,12 +329,13 @@ def test_a_call_of_the_engine_holds_a_bounded_part_of_the_pixels(folder):
     """Those of a group count once. An engine with other ids ends the run."""
     row, = read(folder, ROW)
     for size, parts in (HELD * 2**29, [12]), (HELD * 2**29 + 1, [3, 3, 3, 3]):
-        requests = [Request(row.prompt_ids, i, row=replace(row, pictures=row.pictures._replace(
-            bytes=size, sources=(name,)))) for name in "abab" for i in range(3)]
-        assert [len(part) for part in parts_of(requests)] == parts
-    compare_ids([Request([1, 2], 0)], [SimpleNamespace(prompt_token_ids=[1, 2])])
+        samples = [Sample(Prompt(0, replace(row, pictures=row.pictures._replace(
+            bytes=size, sources=(name,))))) for name in "abab" for i in range(3)]
+        assert [len(part) for part in parts_of(samples)] == parts
+    samples = [Sample(families.prompt(0, [1, 2]))]
+    compare_ids(samples, [SimpleNamespace(prompt_token_ids=[1, 2])])
     with pytest.raises(RuntimeError, match="differ in the ids of a prompt with pictures: 1 and 2"):
-        compare_ids([Request([1, 2], 0)], [SimpleNamespace(prompt_token_ids=[1])])
+        compare_ids(samples, [SimpleNamespace(prompt_token_ids=[1])])
 
 
 # ---- settings and files

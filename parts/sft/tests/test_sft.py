@@ -57,7 +57,7 @@ class Supervised(Setting):
     def samples(self, step):
         found = super().samples(step)
         for sample in found[4:6]:
-            sample.completion.sampled[:] = False
+            sample.sampled[:] = False
         return found
 
     def options(self, **options):

@@ -15,8 +15,6 @@ import data
 import fakes
 import grpo
 from batch import Batch, Sample
-from parts.turns.turns import Turns
-from rewards import Score
 
 TURNS = [(2,), *itertools.product((0, 1), (0, 1, 2))]  # all that a turn may be
 OVER = [(2,), (1, 1)]  # after these first turns the environment ends the episode
@@ -35,10 +33,9 @@ def sample_of(episode, paid: list[float], end: float) -> Sample:
         ids, sampled = [*ids, *turn, 9, 9], [*sampled, *[True] * len(turn), False, False]
     turns = [{"role": "assistant", "paid": x} for x in paid]
     turns.insert(1, {"role": "assistant", "content": "put in"})
-    done = Turns(np.array(ids[:-2], np.int32), np.zeros(len(ids) - 2, np.float32), False,
-                 np.array(sampled[:-2]), turns=turns)
-    return Sample(data.Prompt(0, data.Row(0, "", [5], None, {}, "")), done, "", Score(
-        WEIGHT * sum(paid) + end, {"turns": sum(paid), "exact": end}, None))
+    return Sample(data.Prompt(0, data.Row(0, "", [5], None, {}, "")), np.array(ids[:-2], np.int32),
+                  sampled=np.array(sampled[:-2]), turns=turns, reward=WEIGHT * sum(paid) + end,
+                  rewards={"turns": sum(paid), "exact": end})
 
 
 @pytest.mark.parametrize("seed, G", [(0, 2), (1, 2), (0, 3)])

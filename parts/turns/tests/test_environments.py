@@ -62,14 +62,15 @@ def test_a_game_of_openenv_is_played_as_it_was_recorded(turns):
         from examples import openenv_games
     games, chat, found, seen_at = Environments(openenv_games.Game), [], [], []
     row = {"server": "http://localhost:8000", "field": "number", "seed": 3}
+    asked = dict(row=row, seed=5, turns=chat, pays=False)
     try:
         for turn in turns:
             chat.append({"role": "assistant", "content": turn})
-            reply = games.start([Move(row, 5, chat, [*seen_at])])
+            reply = games.start([Move(**asked, seen=[*seen_at], over=False)])
             found.append(reply[0]["content"] if reply else None)
             seen_at.append(len(chat))
             chat += reply or []
-        assert games.start([Move(row, 5, chat, seen_at, over=True)]) == pytest.approx(worth)
+        assert games.start([Move(**asked, seen=seen_at, over=True)]) == pytest.approx(worth)
     except (RuntimeError, ConnectionError) as error:
         assert worth in str(error)
     assert found == replies

@@ -27,7 +27,8 @@ def test_what_an_environment_does_with_a_turn_is_its_own_affair(tmp_path, door, 
     file = tmp_path / f"env_{door}_{len(deed)}.py"  # each has its name in this process
     file.write_text(SPOIL + TURNS[door].replace("DEED", deed.format("given")))
     row = {"prompt": "p", "answer": "a", "deep": [[1], [2]]}
-    move = replies.Move(row, 3, [{"role": "assistant", "content": "x"}], [])
+    move = replies.Move(row=row, seed=3, turns=[{"role": "assistant", "content": "x"}], seen=[],
+                        over=False, pays=False)
     before = copy.deepcopy(move)
     loaded, _ = replies.load(worker.RewardSpec("it", 1.0, str(file)), 5.0)
     for _ in range(2):

@@ -15,14 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 import data
 import fakes
+import families
 import ranks
+from batch import Sample
 from errors import SettingsError
 from examples import tiny
 from fakes import World
 from families import ROOT
 from parts.turns import plug, turns
 from parts.turns.replies import Move, messages
-from rollout import Request
 from shapes import shape_of
 from tables import table
 from templates import ROLE, SAID, template, tokenizer_of, with_traits
@@ -138,16 +139,14 @@ KINDS = ["'go'", "", str([m | {"id": 3} for m in TOOLS]), "'z' * 999", *BAD,
 ROOM, TOTAL = 60, "sum(self.rolls) / 1000"
 
 
-def complete(requests: list[Request]) -> list[turns.Turns]:
+def complete(samples: list[Sample]) -> None:
     """Random ids for a seed and a prompt; some turns are without an end token."""
-    found = []
-    for r in requests:
-        rng, room = np.random.default_rng([r.seed, *r.prompt_ids]), r.room or ROOM
+    for s in samples:
+        rng = np.random.default_rng([s.seed, *s.prompt.row.prompt_ids, *s.ids])
+        room = ROOM - len(s.ids)
         ids = rng.integers(3, tiny.VOCAB, int(rng.integers(1, 6))).astype(np.int32)
         ids[-1] = ids[-1] if rng.random() < 0.3 else 2
-        found.append(turns.Turns(ids[:room], -rng.random(len(ids)).astype(np.float32)[:room],
-                                 len(ids) > room))
-    return found
+        s.append(ids[:room], -rng.random(len(ids))[:room], len(ids) > room)
 
 
 def play(world, spec: str, cases: list, flags: dict | None = None):
@@ -157,10 +156,11 @@ def play(world, spec: str, cases: list, flags: dict | None = None):
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], spec.rpartition("/")[0], dict(
         kind=kind, worth=worth), "")) for i, (kind, worth) in enumerate(cases)]
     log, bridge = fakes.Log(), turns.Bridge(TOKENIZER, [0, 2], tiny.VOCAB, None)
-    done = complete([Request(p.row.prompt_ids, 10 * i) for i, p in enumerate(prompts)])
+    done = [Sample(prompt, seed=10 * i) for i, prompt in enumerate(prompts)]
+    complete(done)
     episodes = turns.Episodes(args, bridge, world, log)
     with closing(episodes.workers):
-        episodes.play(prompts, done, complete, lambda i, turn: 10 * i + turn)
+        episodes.play(done, complete, lambda i, turn: 10 * i + turn)
     return [(c.ids.tolist(), c.sampled.tolist(), c.logprobs.tolist(), c.truncated, c.turns)
             for c in done], log.said
 
@@ -171,10 +171,12 @@ def by_hand(i: int, kind: str, worth: str = "", most: int = 4, pays: bool = True
     it, dice = SimpleNamespace(rolls=[]), random.Random(10 * i)
     for turn in range(most):
         ids = [token for token, *_ in tokens]
-        made, = complete([Request([5, 6, 7 + i, *ids], 10 * i + turn, ROOM - len(ids))])
-        words, cut = made.ids.tolist(), made.truncated
+        made = Sample(families.prompt(i, [5, 6, 7 + i]), np.array(ids, np.int32),
+                      seed=10 * i + turn)
+        complete([made])
+        words, cut = made.ids[len(ids):].tolist(), made.truncated
         tokens += [(token, True, logprob) for token, logprob in zip(
-            words, made.logprobs.tolist(), strict=True)]
+            words, made.logprobs[len(ids):].tolist(), strict=True)]
         said.append(turns.said(TOKENIZER.decode([token for token in words if token != 2])))
         if pays and worth:
             said[-1]["paid"] = 0.0
@@ -273,10 +275,10 @@ def test_one_worker_answers_many_coroutines_at_once_and_each_alone_if_it_ends(tm
     args = fakes.args(reward_workers=1, reward_timeout=20.0)
     with closing(turns.ReplyPool([f"{tmp_path}/waits.py:reply"], args)) as pool:
         pool.wait()
-        found = pool.ask([Move({"prompt": "q", "answer": answer}, i, [turns.said("a")], [])
-                          for i, answer in enumerate(answers)], homes=[*range(4)])
-    assert [value and value[0]["content"] for (value,), _ in found] == [
-        None if answer == "ends" else answer for answer in answers]
+        found = pool.ask([Move(row={"prompt": "q", "answer": answer}, turns=[turns.said("a")],
+                               completion="a") for answer in answers], homes=[*range(4)])
+    for value, answer in zip(found, answers, strict=True):
+        assert "the worker ended" in value if answer == "ends" else value[0]["content"] == answer
 
 
 # ---- the real script
