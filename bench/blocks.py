@@ -41,11 +41,10 @@ def serve(size: str, block: int, prompts: int) -> None:
     torch.set_num_threads(1)
     folder = str(ROOT / "runs" / f"bench-sync-{size}-long")
     policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)
-    engine = rollout.Engine(SimpleNamespace(
-        world=world, args=args, policy=policy, reference=None, critic=None, dtype=torch.float32,
-        log=SimpleNamespace(time=lambda name: nullcontext()),
-        inputs=SimpleNamespace(source=folder, tokenizer=None, ends=[], kv_cache=2**31,
-                               plan=SimpleNamespace(longest=PROMPTS[-1] + COMPLETIONS[-1]))))
+    inputs = SimpleNamespace(source=folder, ends=[], kv_cache=2**31,
+                             plan=SimpleNamespace(longest=PROMPTS[-1] + COMPLETIONS[-1]))
+    engine = rollout.Engine(args, world, inputs, SimpleNamespace(time=lambda name: nullcontext()),
+                            [policy])
     engine.load(policy)
     for line in sys.stdin:
         tokens, engine.max_tokens = map(int, line.split())

@@ -313,12 +313,11 @@ def start_engine(bench: Bench) -> rollout.Engine:
     """The engine as run.py starts it, beside a policy with float32 weights. It has no
     end-of-sequence ids, so all completions are full."""
     policy = bench.policy()
-    engine = rollout.Engine(SimpleNamespace(
-        world=bench.world, args=policy.args, policy=policy, reference=None, critic=None,
-        dtype=bench.dtype, log=SimpleNamespace(time=lambda name: nullcontext()),
-        inputs=SimpleNamespace(
-            source=str(bench.folder), tokenizer=None, ends=[],
-            kv_cache=0 if bench.card else 2**30, plan=SimpleNamespace(longest=bench.longest))))
+    inputs = SimpleNamespace(source=str(bench.folder), ends=[],
+                             kv_cache=0 if bench.card else 2**30,
+                             plan=SimpleNamespace(longest=bench.longest))
+    engine = rollout.Engine(policy.args, bench.world, inputs,
+                            SimpleNamespace(time=lambda name: nullcontext()), [policy])
     engine.load(policy)
     return engine
 

@@ -61,12 +61,9 @@ def serve(size: str, completions: int) -> None:
     torch.set_num_threads(1)
     folder = str(ROOT / "runs" / f"bench-sync-{size}")
     policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args)
-    engine = Engine(SimpleNamespace(
-        world=world, args=args, policy=policy, reference=None, critic=None, dtype=torch.float32,
-        log=SimpleNamespace(time=lambda name: nullcontext()),
-        inputs=SimpleNamespace(source=folder, tokenizer=None, ends=[],
-                               kv_cache=2**29 if completions else 2**26,
-                               plan=SimpleNamespace(longest=64))))
+    inputs = SimpleNamespace(source=folder, ends=[], plan=SimpleNamespace(longest=64),
+                             kv_cache=2**29 if completions else 2**26)
+    engine = Engine(args, world, inputs, SimpleNamespace(time=lambda name: nullcontext()), [policy])
     while any(world.gather([sys.stdin.readline() if world.rank == 0 else ""])):
         began = time.process_time()
         engine.load(policy)

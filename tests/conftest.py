@@ -48,7 +48,7 @@ PROMISES = {
         "run set_up compare tiny nano words surroundings",
     "No rank decides alone, and a rank that fails ends all": "dist",
     "The pages are true (./run.sh walk types what they say)":
-        "pages drawn walk exercises bench_gpu first_hour host faults",
+        "pages drawn walk exercises bench_gpu calls first_hour host faults",
     "The code is written to be read, in layers": "style"}
 
 

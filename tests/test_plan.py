@@ -19,7 +19,7 @@ from batch import balance
 from data import Row, Stream
 from errors import SettingsError
 from examples import tiny
-from families import ROOT, completion, scored
+from families import ROOT, scored
 
 # ---- what is printed ----
 
@@ -156,7 +156,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
         seen += [p.row.index for p in prompts]
         phases = {p.rows: p for p in made.phases(len(prompts)) if p.name == "update"}
         of = [p for p in prompts for _ in range(args.group)]
-        batch = scored(of, [completion([1] * rng.choice([1, args.max_tokens])) for _ in of])
+        batch = scored(of, [[1] * rng.choice([1, args.max_tokens]) for _ in of])
         trained, minibatches = Counter(), batch.minibatches(args.minibatches, args.epochs)
         assert len(of) < args.minibatches or all(minibatches), "an optimizer step without rows"
         for part in filter(None, minibatches):
