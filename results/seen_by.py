@@ -389,9 +389,8 @@ def legend(words: dict[str, str]) -> str:
         f"which it acts. Of these rules {count(RULES.values())}; of {len(PUBLISHED)} other "
         f"published mistakes {count(PUBLISHED)} ([list](../../results/faults.py), [sentences]"
         f"(../../results/faults.json)). {false} of {len(SOUND)} sound changes were reported: what "
-        "reported one does not count. Made by `python results/seen_by.py` <!-- walk: long: hours "
-        "--> on "
-        f"{', '.join(commits)}.")
+        "reported one does not count. Made by `python results/seen_by.py` <!-- walk: not typed: "
+        f"hours --> on {', '.join(commits)}.")
     return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
