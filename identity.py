@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -174,17 +173,20 @@ def code_of(args) -> set[Path]:
     return found.union(*(imported(find_file(file)) for file in files))
 
 
-def imported(path: Path, known: tuple = ()) -> Iterator[Path]:
-    """Yields a file of Python, and those beside it, or of the project, that it imports."""
-    yield path
+def imported(path: Path, found: set[Path] | None = None) -> set[Path]:
+    """Returns a file of Python, and those beside it, or of the project, that it imports, itself or
+    by another. found: the files that are known already; the new ones are added."""
+    found = set() if found is None else found
+    found.add(path)
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = getattr(node, "module", None) or ""
             names = [start, *(f"{start}.{one.name}".strip(".") for one in node.names)]
             for name, folder in product(filter(None, names), (path.parent, ROOT)):
                 file = folder / f"{name.replace('.', '/')}.py"
-                if file.is_file() and file not in known:
-                    yield from imported(file, (*known, path, file))
+                if file.is_file() and file not in found:
+                    imported(file, found)
+    return found
 
 
 def name_of(path: Path) -> str:

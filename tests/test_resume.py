@@ -281,6 +281,18 @@ def test_weights_have_another_digest_if_one_number_or_the_size_differs(tmp_path)
     assert len(digests) == 3
 
 
+def test_each_file_that_a_users_file_imports_is_read_once(tmp_path, monkeypatch):
+    """By a file that imports all of the core, the files of which import each other, and one beside
+    it that imports it."""
+    own, read, parse = tmp_path / "own.py", [], identity.ast.parse
+    core = sorted(path.stem for path in ROOT.glob("*.py"))
+    own.write_text("import beside\ndef f():\n    import " + ", ".join(core))
+    (tmp_path / "beside.py").write_text("import own")
+    monkeypatch.setattr(identity.ast, "parse", lambda code: read.append(code) or parse(code))
+    found = identity.imported(own)
+    assert found >= {own, tmp_path / "beside.py", *ROOT.glob("*.py")} and len(read) == len(found)
+
+
 def test_a_coefficient_that_was_adapted_is_that_of_the_checkpoint():
     """Unless its flag has a new value."""
     ppo, state = fakes.args("ppo", kl_reward_coef=0.3, kl_target=0.1), {"kl_coef": 0.07}
