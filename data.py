@@ -286,11 +286,11 @@ def rows_of_function(spec: str, seed: int) -> list[dict]:
                                         "endlessly. Would work: a function that ends.")
         except SettingsError:
             raise
-        except Exception as error:  # the file may raise anything
+        except (Exception, SystemExit) as error:  # the file may raise anything
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
                      if frame.filename == str(found)]
             if not lines:
-                raise
+                raise ValueError(error) from error
             raise SettingsError(f"{spec} raised {type(error).__name__} in line {lines[-1]} of "
                                 f"{path}: {one_line(error)[:300]}") from error
         if not rows:

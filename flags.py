@@ -155,7 +155,7 @@ def function_of(flag: str, spec: str, by_order: str, by_name: str) -> tuple[Call
     path, name = find(flag, spec)
     try:
         module = load_file(path)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
                             f"{error}. Would work: a file that `python {path}` runs.") from error
     function = vars(module).get(name)

@@ -276,7 +276,7 @@ def found_by(reward: Reward, items: list) -> list:
     return found
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """Returns the last 2,000 characters of the traceback of an error. Frames of this file and its
     callers are left out, so it begins in the reward's own files.
     """
@@ -331,7 +331,7 @@ def work(fd: int, load=load, score=score) -> None:
     try:
         rewards, told = load(*started)
     except SystemExit as error:  # its text says why a file cannot be used
-        return send(str(error))
+        return send(error.code if isinstance(error.code, str) else failure(error))
     except Exception as error:
         return send(failure(error))
     send(told)

@@ -164,10 +164,12 @@ def play(spec, row, policy, most=9, lose=None):
                 getattr(it, "close", bool)()
             loaded, _ = replies.load(part, 9.0)
         row_ = {name: it for name, it in row.items() if name != "prompt"}
-        move = replies.Move(row_ | {"prompt": "", "answer": None}, 7, turns, [*seen], over)
+        move = replies.Move(row=row_ | {"prompt": "", "answer": None}, seed=7, turns=turns,
+                            seen=[*seen], over=over, pays=False)
         seen.append(len(turns))
-        [[[value], error]], = replies.score(loaded, [[move]])
-        return value, error
+        [[found]] = replies.score(loaded, [[move]])
+        value, = found.values()
+        return (None, value) if isinstance(value, str) else (value, None)
 
     value, error = [], None
     while value is not None and not error and len(turns) < 2 * most:

@@ -22,7 +22,11 @@ import select
 import sys
 import time
 
-import sandlock
+try:
+    import sandlock
+except ImportError:
+    raise SystemExit(
+        "examples/expressions.py needs sandlock: pip install sandlock==0.9.0.") from None
 
 SECONDS, MEMORY, PROCESSES, OUTPUT = 2.0, "256M", 4, 10_000  # of a completion; OUTPUT in bytes
 RUNNER = """

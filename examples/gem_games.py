@@ -20,7 +20,8 @@ def make(name, seed):
     try:
         import gem
     except ImportError:
-        raise SystemExit("examples/gem_games.py needs GEM: pip install gem-llm.") from None
+        raise SystemExit(
+            "examples/gem_games.py needs GEM: pip install --no-deps gem-llm.") from None
     env = gem.make(name)
     said, info = env.reset(seed=seed)
     return env, f"{said}\n{info.get('suffix', '')}".strip()

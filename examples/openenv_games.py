@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: a server, whose client this is. `pip install openenv`.
+"""Environments of OpenEnv: a server, whose client this is. `pip install openenv==0.10.0`.
 
     python examples/openenv_games.py http://localhost:8000 > rows.jsonl    # a row for each seed
     python grpo.py --data rows.jsonl --reply examples/openenv_games.py:Game --reward environment
@@ -10,7 +10,8 @@ from urllib.request import urlopen
 try:
     from openenv import GenericEnvClient
 except ImportError:
-    raise SystemExit("examples/openenv_games.py needs OpenEnv: pip install openenv.") from None
+    raise SystemExit(
+        "examples/openenv_games.py needs OpenEnv: pip install openenv==0.10.0.") from None
 
 
 class Game:

@@ -85,7 +85,8 @@ def qwen_processor(kind: str, tokenizer, splits: int):
     try:
         import torchvision  # noqa: F401
     except ImportError:
-        raise SystemExit("this model needs torchvision: pip install torchvision.") from None
+        from parts.pictures.qwen2_vl import INSTALL
+        raise SystemExit(f"examples/squares.py needs torchvision: {INSTALL}.") from None
     import transformers
     from transformers import Qwen2VLImageProcessor
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]

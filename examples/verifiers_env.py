@@ -11,7 +11,7 @@ try:
     from aiohttp import test_utils, web
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 except ImportError:
-    raise SystemExit("examples/verifiers_env.py needs it: pip install verifiers.") from None
+    raise SystemExit("examples/verifiers_env.py needs it: pip install verifiers==0.4.0.") from None
 
 
 class Task:

@@ -244,12 +244,13 @@ def test_a_row_with_another_answer_is_another_row(tmp_path):
 
 
 def test_mistakes_are_one_sentence(tmp_path):
-    a, b = (made(tmp_path / x, 0, [0.5] * 3) for x in "ab")
+    a, b = (made(tmp_path / x, 0, [0.5] * 3, [1] * 20) for x in "ab")
     for words, sentence in [
             ([a, "--"], r"set B has the seeds \[\]"), ([a, "--", "x"], "x is not a run"),
             ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
             ([ROOT / "which/which.json", "--", b], "which.json is no job's file"),
-            (["--reward", "none", a, "--", b], "share no step with reward/none")]:
+            ([a, b], "two sets of runs need -- between them"),
+            (["--reward", "none", a, "--", b], "share no step with reward/none. Would work: ")]:
         with pytest.raises(SettingsError, match=f"^.*{sentence}.*$"):
             compare.main([str(word) for word in words])
 

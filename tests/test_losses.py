@@ -306,6 +306,7 @@ advantage=variants/gdpo.py:gdpo group=1 | compares the completions of a prompt, 
 advantage=variants/lite_ppo.py:lite_ppo group=1 | compares the completions of a prompt
 advantage=variants/maxrl.py:maxrl group=1 | compares the completions of a prompt, so --group must
 loss=torn.py:f | torn.py cannot be loaded: SyntaxError
+advantage=ends.py:f | ends.py cannot be loaded: SystemExit: 0
 """.strip().splitlines()
 
 
@@ -314,6 +315,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(line, tmp_path, monk
     """Before anything loads."""
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "torn.py").write_text("def f(:\n")
+    (tmp_path / "ends.py").write_text("exit(0)")
     monkeypatch.chdir(tmp_path)
     flags.chosen.cache_clear()
     words, sentence = line.split(" | ")

@@ -74,6 +74,13 @@ def test_every_link_leads_to_a_file_and_a_heading_or_to_the_code_that_it_shows()
         assert not check_links.check(page) and not check_links.unlinked(page), page
 
 
+def test_a_comment_that_begins_a_line_stands_alone():
+    """Markdown ends the paragraph there, and shows the rest of the line as raw HTML."""
+    begun = re.compile(r"^ {0,3}<!--.*?-->.*\S.*$", re.M)
+    assert not [(path.name, line) for path in tracked() if path.suffix == ".md"
+                for line in begun.findall(bare(path.read_text()))]
+
+
 @pytest.mark.parametrize("page", TEXT)
 def test_flags_and_files_that_a_page_names_are_there(page):
     named = {*re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z_-]*)", TEXT[page])}

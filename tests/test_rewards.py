@@ -91,7 +91,7 @@ def own(tmp_path, monkeypatch):
 
 FILES = {"own.py": F + "return 1\ndef batch(sources): return 1\n"
                    "def compute_score(data_source, solution_str, ground_truth): return 1\n",
-         "exit.py": "os._exit(7)", "says.py": "sys.exit('set KEY first')",
+         "exit.py": "os._exit(7)", "says.py": "sys.exit('set KEY first')", "end.py": "exit()",
          **dict.fromkeys(["math.py", "v1.2.py"], F + "return 1")}
 MISTAKES = r"""
 maths nope:2 math math:2 own.py:std gone.py:f
@@ -101,6 +101,7 @@ own.py:batch | it has \['sources'
 own.py:compute_score | For a function of verl or EasyR1 see examples/adapters.py
 exit.py:f | ended with code 7
 says.py:f | GB\): set KEY first$
+end.py:f | (?s)GB\): Traceback .*SystemExit
 math.py:f | by its name: `import math` finds .*another name for the file
 v1.2.py:f | `import v1.2` finds nothing
 exact:x | finite number

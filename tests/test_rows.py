@@ -446,12 +446,15 @@ def empty(seed): return []
 def texts(seed): return [{"prompt": "a"}, "b"]
 def broken(seed): return [{}[seed]]
 def without(): return [{"prompt": "a"}]
+def ends(seed): exit(seed - 7)
+ended = exit
 """
 
 
 @pytest.mark.parametrize("name, words", [
     ("empty", "must be a function of .* gave none"), ("gone", "must be .* has no gone"),
     ("broken", "raised KeyError in line 6 of .*own.py: 7"),
+    ("ends", "raised SystemExit in line 8 of .*own.py: 0"), ("ended", "must be .*(7)"),
     ("texts", "must be .*row 2 is 'b', which is not a dict"),
     ("without", "must be .* takes 0 positional arguments but 1")])
 def test_a_function_of_a_seed_gives_the_rows_or_a_sentence_names_it(tmp_path, name, words):

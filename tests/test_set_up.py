@@ -107,3 +107,14 @@ def test_a_gpu_needs_a_compiler_and_pythons_headers(tmp_path, compiler, status):
     assert done.returncode == status, done.stderr
     assert ("error: a GPU needs a C compiler" in done.stderr) == (status == 2), done.stderr
     assert not (tmp_path / ".venv/.ready-x-cpu").exists()
+
+
+def test_an_example_names_one_command_that_installs_its_package():
+    """Without its version or --no-deps, pip may replace packages that torch and vLLM need."""
+    said = {}
+    for path in (ROOT / "examples").glob("*.py"):
+        found = re.findall(r"pip install ((?:--no-deps )?[\w-]+(?:==[\d.]*\d)?)", path.read_text())
+        said |= {path.name: set(found)} if found else {}
+    assert {len(commands) for commands in said.values()} == {1}, said
+    pins, = re.findall(r"PINS=\((.*)\)", (ROOT / "examples/check_environments.sh").read_text())
+    assert {*pins.split()} <= set.union(*said.values()), (pins, said)

@@ -249,6 +249,9 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
     if rows and not unlike(runs, "eval/pass@1"):
         means = [{row: np.mean([one[row] for one in side]) for row in rows} for side in found]
         texts.append(report("pass@1, rows of the last evaluation", *means, "rows"))
+    if absent and reward != "reward/mean":  # pass@1 does not answer what was asked
+        raise SettingsError(f"these runs share no step with {reward}. Would work: --reward "
+                            f"{' or '.join(['mean', *shared])}.")
     if not texts:
         raise SettingsError("\n".join(refused) or (
             f"these runs share no step with {reward}, and no evaluation."))
@@ -284,6 +287,8 @@ def sides_of(words: list[str]) -> tuple[list[dict[int, plot.Run]], str]:
     parser.add_argument("a", nargs="+", metavar="A ... -- B")
     cut = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:cut])
+    if "--" not in words:
+        raise SettingsError("two sets of runs need -- between them: A ... -- B ...")
     sides = [read_side("A", asked.a), read_side("B", words[cut + 1:])]
     return sides, f"reward/{asked.reward}"
 

@@ -71,6 +71,11 @@ class Environments:
             sys.exit(f"the class {kind.__name__} needs a method reply(turns).")
         if any(inspect.iscoroutinefunction(getattr(kind, name)) for name in self.methods):
             sys.exit(f"the methods of the class {kind.__name__} must be def, not async def.")
+        takes(kind, kind.__name__, ["row", "seed"])
+        for name in self.methods:
+            if inspect.isfunction(inspect.getattr_static(kind, name)):  # it gets the object first
+                takes(getattr(kind, name), f"{kind.__name__}.{name}",
+                      ["self", "turns"] if name == "reply" else ["self"])
 
     def start(self, moves: list[Move]):
         """A call. Its reply, as messages. None: the episode is over. Of a move that is over: the
@@ -100,6 +105,16 @@ class Environments:
         for end in move["seen"]:
             it.reply(worker.fresh(move["turns"][:end]))
         return it
+
+
+def takes(called, name: str, given: list[str]) -> None:
+    """Ends the worker if a class or one of its methods cannot be called with these arguments."""
+    try:
+        inspect.signature(called).bind(*given)
+    except TypeError as error:
+        sys.exit(f"{name} is called with ({', '.join(given)}), and does not take them: {error}.")
+    except ValueError:  # one of a compiled library, which does not tell
+        pass
 
 
 # ---- the process ----

@@ -1,5 +1,7 @@
 """examples/openenv_games.py says to a server what it said when this was recorded, and makes of its
 answers the same game. examples/check_environments.sh plays it, and verifiers_env.py, for real."""
+import re
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -7,6 +9,7 @@ from unittest import mock
 import pytest
 
 from parts.turns.replies import Environments, Move
+from worker import ROOT
 
 SESSION, OTHER = {"episode_id": "5318", "step_count": 1}, {"episode_id": "7", "step_count": 1}
 
@@ -74,3 +77,15 @@ def test_a_game_of_openenv_is_played_as_it_was_recorded(turns):
     except (RuntimeError, ConnectionError) as error:
         assert worth in str(error)
     assert found == replies
+
+
+def test_the_script_plays_as_a_worker_does():
+    """Its play.py, with an environment that needs no package, whose worker is lost or not."""
+    script = (ROOT / "examples/check_environments.sh").read_text()
+    code, = re.findall(r"cat > play\.py <<'END'\n(.*?\n)END\n", script, re.S)
+    code += "for n in (None, 1): print(play('doors:Doors', {}, says('7', '1'), lose=n))\n"
+    code += "print(play('doors:Doors', {}, lambda so_far: 7)[1:])\n"
+    done = subprocess.run([sys.executable, "-c", code, ROOT], text=True, capture_output=True)
+    *played, failed = done.stdout.splitlines()
+    assert played == [str((["7", "more", "1"], 0.0, None))] * 2, done.stderr
+    assert "AttributeError: " in failed

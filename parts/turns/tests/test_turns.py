@@ -337,6 +337,9 @@ def test_a_model_that_sees_takes_no_replies(refused):
     assert refused("grpo", DOORS, "--reply is for models that read text alone", shape)
 
 
+START = "__init__ = lambda self, row, seed: None"
+
+
 @pytest.mark.parametrize("code, reward, words", table(r"""
 def Own(row): return None | exact | with a parameter turns \(it has \['row'\]
 def Own(turns, colour): return None | exact | Own needs 'colour'|reply needs? 'colour'
@@ -344,19 +347,22 @@ def Own(turns): return None | turns | --reward turns needs a class with reward
 class Own: answer = print | exact | needs a method reply
 class Own: reply = sum; reward = property(len) | exact | reply, reward and close of
 class Own: reply = asyncio.sleep | exact | must be def, not async
-class Own: reply = print | environment:2 | needs a class with reward
+class Own: START; reply = print | environment:2 | needs a class with reward
+class Own: reply = print | exact | Own is called with \(row, seed\), and does not take them: too
+class Own: START; reply = lambda self: 0 | exact | Own.reply is called with \(self, turns\)
+class Own: START; reply = print; close = lambda: 0 | exact | Own.close is called with \(self\)
 x = 1 | exact | Own
 none | exact | --reply .*no such file"""))
 def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, reward, words):
     """none: there is no file."""
     if code != "none":
-        (tmp_path / "own.py").write_text(f"import asyncio\n{code}")
+        (tmp_path / "own.py").write_text(f"import asyncio\n{code.replace('START', START)}")
     with pytest.raises(SettingsError, match=words):
         checked(tmp_path, reward)
 
 
 def test_a_reply_that_can_be_used_needs_one_template_for_all_rows(tmp_path):
-    (tmp_path / "own.py").write_text("class Own: reply = print")
+    (tmp_path / "own.py").write_text(f"class Own: {START}; reply = print")
     checked(tmp_path, "exact")
     with pytest.raises(SettingsError, match="take no --reply"):
         checked(tmp_path, "exact", chat_template_kwargs={"a": 1})
