@@ -67,7 +67,7 @@ def promise_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items):
     """The longest files come first: ./run.sh test runs three files at a time."""
-    first = "run resume update engine model pages rows".split()
+    first = "life run resume update order engine loggers model pages rows".split()
     items.sort(key=lambda item: [*first, name_of(item.nodeid)].index(name_of(item.nodeid)))
 
 
