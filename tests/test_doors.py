@@ -93,7 +93,7 @@ def test_a_limit_that_a_reward_or_its_child_runs_into_is_no_reward(own, monkeypa
     spec = own("import numpy, subprocess\ndef f(completion):\n    try:\n"
                f"        {deed}\n    except Exception:\n        return 0.0\n    return 0.0")
     one, = score([spec], ["x"], timeout=20.0)
-    assert one.total is None and "memory" in one.error, one
+    assert one.reward is None and "memory" in one.error, one
     big = own("import subprocess\ndef f(completion):\n"
               "    return subprocess.run([sys.executable, '-c', 'import mmap; '\n"
               "        'mmap.mmap(-1, 1 << 34)']).returncode", "big.py")
