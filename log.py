@@ -294,7 +294,7 @@ class Meter:
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
     """Returns the metrics of all completions of a step, which took `seconds` to sample: counts,
     lengths, tokens per second, rewards, and an estimate of the policy's entropy. Means of rewards
-    are over the completions that have a score."""
+    are over the completions that have a reward."""
     n, tokens = len(samples), sum(s.tokens for s in samples)
     scored = [s.reward for s in samples if s.reward is not None]
     # Runs of sampled tokens.
