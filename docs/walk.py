@@ -21,8 +21,10 @@ command in its line, says what else happens:
 MODEL, ROWS.jsonl, MINE.py:NAME and runs/NAME are there, and … is left out. A command within a line
 is typed once, however many pages have it. Two readers, each with a copy of the clone, share the
 pages. One begins with README.md, and the other, once that has made the clone, by starting each
-script from another folder with --help. The walk prints a line for each command, and at the end what
-was not typed, and why.
+script from another folder with --help. In the short walk these two start Python as a reader does;
+on the other pages a script that trains is forked from a process that has the libraries
+(tests/forked.py), because their import is most of a run of two steps. The walk prints a line for
+each command, and at the end what was not typed, and why.
 """
 import argparse
 import os
@@ -54,7 +56,8 @@ MARK = re.compile(r"<!-- walk: (.*?) -->", re.S)
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 # What only a whole run prints.
 WHOLE = re.compile(r"after (\d+) steps|of (\d+) steps|step +(\d+)/|before and after")
-# In the short walk a script that trains gets --steps, as ./run.sh gives it with STEPS=2.
+# In the short walk a script that trains gets --steps, as ./run.sh gives it with STEPS=2, and WARM
+# has it forked; torch starts the ranks of torchrun with PYTHON_EXEC.
 CAPPED = r"""
 python() { capped python "$@"; }
 torchrun() { capped torchrun "$@"; }
@@ -62,9 +65,11 @@ capped() {
   local script='(^|[ /])(my_)?(grpo|ppo|sft|distill)\.py'
   local ends='--(plan|help|metrics|eval_only|steps)'
   if [[ $* =~ $script && ! $* =~ $ends ]]; then set -- "$@" --steps "$STEPS"; fi
+  if [[ $1 = python && $* =~ $script ]]; then set -- "${PYTHON_EXEC:-python}" "${@:2}"; fi
   command "$@"
 }
 """
+WARM = "source .venv/bin/activate\nexport PYTHON_EXEC=$PWD/tests/python\n"
 
 
 HAS = r"""
@@ -416,8 +421,8 @@ def main() -> int:
             if scripts:
                 start_scripts(walk, place)
             for page in left:
-                terminal = Terminal(place, env,
-                                    "source .venv/bin/activate\n" + CAPPED * options.short)
+                first = WARM + CAPPED if options.short else "source .venv/bin/activate\n"
+                terminal = Terminal(place, env, first)
                 replace(walk, terminal=terminal).page(page, (origin / page).read_text())
                 terminal.close()
 

@@ -99,6 +99,16 @@ def test_the_short_walk_caps_steps_and_compares_what_two_steps_print(walked):
     assert len(it.wrong) == 1, said
 
 
+def test_the_short_walk_forks_what_trains_and_nothing_else(walked):
+    """In a block, and the ranks of a torchrun in it."""
+    forked = "source() { :; }\n" + walk.WARM.replace("$PWD/tests/python", "echo")
+    page = fenced(f"{walk.CAPPED}{forked}") + fenced(
+        "python grpo.py --batch 4", "grpo.py --batch 4 --steps 2") + fenced(
+        "python -c 'print(5)'\npython - <<'END'\nprint(6)\nEND", "5\n6")
+    verdicts, it, said = walked(page)
+    assert verdicts == {"ok": 5}, said
+
+
 def test_a_page_that_is_none_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["walk.py", "README.md", "docs/use/strat.md"])
     with pytest.raises(SystemExit, match="2"):
