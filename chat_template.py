@@ -176,7 +176,7 @@ class Marks(NamedTuple):
                                     "this model. Would work: without it.")
 
 
-def reader(tokenizer, eos_ids: list[int]):
+def decoder(tokenizer, eos_ids: list[int]):
     """Returns a function that decodes the ids of a completion (a list or array) into the text for a
     reward. The text leaves out the tokens that end, begin or pad a text. Other control tokens, such
     as <think>, stay in it as words of the model.

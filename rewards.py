@@ -3,9 +3,10 @@
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py
 
-A worker gets of each completion a dict, the item: {name of a parameter: argument}. It returns
-{name of a reward: its number, or a text that says why not}. A call is what a worker scores
-at once: one item, or all items of a prompt if a reward takes groups.
+For each completion a worker gets a dict, the item: {name of a parameter: argument}. It returns
+{name of a reward: its number, or a text that says why not}. A job is what succeeds or fails as a
+whole: one item, or all items of a prompt if a reward takes groups. A message to a worker has a list
+of jobs: here always one; a part may send several.
 
 A reward that hangs, raises or ends its process costs only its own completions, which then have no
 reward. Top to bottom, from the outside in: scoring a batch, checking the flags and rows before the
@@ -36,9 +37,9 @@ from errors import SettingsError, as_sentence
 from settings import Flags, Range
 from worker import ROOT, RewardSpec, find_file
 
-START_SECONDS = 120  # timeout for a worker to start, and for what its first call loads
+START_SECONDS = 120  # timeout for a worker to start, and for what its first job loads
 MEMORY_GB = 4  # memory limit of a worker, and of each process that a reward starts
-FAILED_CALLS = 8  # after whole batches with this many calls and no score, the run ends
+FAILED_JOBS = 8  # after whole batches with this many jobs and no score, the run ends
 
 
 @dataclass
@@ -59,21 +60,21 @@ def score_samples(pool: "Pool", world: World, log, samples: list, group: int) ->
     """
     world.same_phase("reward", len(samples))
     with log.time("reward"):
-        size = group if pool.groups else 1  # completions per call
-        calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        mine = sum(world.mine(calls), [])
+        size = group if pool.groups else 1  # completions per job
+        jobs = [samples[i:i + size] for i in range(0, len(samples), size)]
+        mine = sum(world.mine(jobs), [])
         for sample in mine:
             sample.text = pool.decode(sample.ids)
         pool.progress["global_step"] = max(world.step, 0)  # -1 before the first step
         items = [item_of(sample) for sample in mine]
-        found = pool.ask(items, size)
-        # Rewards have their own time limits, and a worker's first call loads what it needs.
+        results = pool.ask(items, size)
+        # Rewards have their own time limits, and a worker's first job loads what it needs.
         more = pool.seconds([items]) + START_SECONDS
-        found = world.gather([(s.text, one) for s, one in zip(mine, found, strict=True)], more)
-    for sample, (text, one) in zip(samples, found, strict=True):
+        gathered = world.gather([(s.text, one) for s, one in zip(mine, results, strict=True)], more)
+    for sample, (text, one) in zip(samples, gathered, strict=True):
         sample.text = text
-        sample.reward, sample.rewards, sample.error = weighted_sum(pool.parts, one)
-    report(pool, log, [sample.error for sample in samples], len(calls))
+        sample.reward, sample.rewards, sample.error = weighted_sum(pool.specs, one)
+    report(pool, log, [sample.error for sample in samples], len(jobs))
 
 
 def item_of(sample) -> dict:
@@ -107,17 +108,17 @@ def weighted_sum(specs: list[RewardSpec], found: dict) -> tuple[float | None, di
     return sum((spec.weight * rewards[spec.name] for spec in applied), 0.0), rewards, None
 
 
-def report(pool, log, errors: list[str | None], calls: int) -> None:
+def report(pool, log, errors: list[str | None], jobs: int) -> None:
     """Prints the first failure of a run. Raises a SettingsError once consecutive batches without
-    any score have made FAILED_CALLS calls.
+    any score have had FAILED_JOBS jobs.
 
-    errors: why each completion of the batch, on all ranks, has no score; None: it has one. calls:
-    the number of calls of the batch.
+    errors: why each completion of the batch, on all ranks, has no score; None: it has one. jobs:
+    their number in the batch.
     """
     failure = next(filter(None, errors), None)
-    # One score (an error of None) resets the count; a batch without any score adds its calls.
-    pool.unanswered = 0 if None in errors else pool.unanswered + calls
-    if pool.unanswered >= FAILED_CALLS:
+    # One score (an error of None) resets the count; a batch without any score adds its jobs.
+    pool.unanswered = 0 if None in errors else pool.unanswered + jobs
+    if pool.unanswered >= FAILED_JOBS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
                             f"of --{pool.flag}:\n{failure}")
     if failure and not pool.warned:
@@ -128,16 +129,16 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 
 # ---- the flags and the rows ----
 
-def parse(specs: list[str]) -> list[RewardSpec]:
+def parse(words: list[str]) -> list[RewardSpec]:
     """Returns the RewardSpec of each word of --reward: NAME or FILE.py:FUNCTION, with :WEIGHT if
     it is not 1. Raises a SettingsError that lists all errors.
     """
     rewards, mistakes = [], []
     # The rewards that the folders of parts/ add.
     added = part.merged("REWARDS")
-    for spec in specs:
-        match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
-        path, name, number = match.groups() if match else (None, spec, None)
+    for word in words:
+        match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", word)
+        path, name, number = match.groups() if match else (None, word, None)
         path = path or added.get(name)
         path = path and str(find_file(path) or path)
         weight = math.nan
@@ -148,13 +149,13 @@ def parse(specs: list[str]) -> list[RewardSpec]:
             taken += ["mean", "std"]
         if not (os.path.isfile(path) if path else name in REWARDS):
             what = f"file, here or in {ROOT}" if path else "reward"
-            mistakes.append(f"--reward {spec}: no such {what}.")
+            mistakes.append(f"--reward {word}: no such {what}.")
         if name in taken:
-            mistakes.append(f"--reward {spec}: reward/{name} is another metric; rename it.")
+            mistakes.append(f"--reward {word}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
-            mistakes.append(f"--reward {spec}: its weight must be a finite number.")
+            mistakes.append(f"--reward {word}: its weight must be a finite number.")
         rewards.append(RewardSpec(name, weight, path))
-    if not specs:
+    if not words:
         mistakes.append("--reward is empty.")
     if mistakes:
         raise SettingsError("\n".join([
@@ -163,12 +164,12 @@ def parse(specs: list[str]) -> list[RewardSpec]:
     return rewards
 
 
-def check(specs: list[str], args) -> "Pool":
+def check(words: list[str], args) -> "Pool":
     """Starts a worker to check that the rewards can be loaded. Returns a closed Pool with what is
-    known about them. Raises a SettingsError if one cannot be loaded. specs: the words of --reward.
+    known about them. Raises a SettingsError if one cannot be loaded. words: those of --reward.
     """
-    parse(specs)  # rejects an empty --reward; a Pool may have none, as when a teacher scores
-    with contextlib.closing(Pool(specs, replace(args, reward_workers=1))) as pool:
+    parse(words)  # rejects an empty --reward; a Pool may have none, as when a teacher scores
+    with contextlib.closing(Pool(words, replace(args, reward_workers=1))) as pool:
         pool.wait()
         return pool
 
@@ -199,13 +200,14 @@ def check_rows(needs: list, rows: list, warnings: dict, flag: str = "reward"):
 # ---- the processes ----
 
 class Worker:
-    """A worker process that runs `work` of a module such as worker.py. It leads a session, so all
-    processes that its rewards fork are killed with it. module: the module's name. what: the
-    arguments of its `load`. seconds: the timeout for sending a message.
+    """The trainer's handle of a worker process. The process runs `work` of a module such as
+    worker.py, which is the other side of the socket. It leads a session, so all processes that its
+    rewards fork are killed with it. module: the module's name. to_load: the arguments of its
+    `load`, the first message. seconds: the timeout for sending a message.
     """
 
-    def __init__(self, module: str, what: tuple, seconds: float):
-        self.received, self.code, self.new = b"", None, True  # new: no call yet
+    def __init__(self, module: str, to_load: tuple, seconds: float):
+        self.received, self.code, self.new = b"", None, True  # new: no job yet
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(seconds)  # the process may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
@@ -216,7 +218,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", start], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
-        self.send(what)
+        self.send(to_load)
 
     def send(self, message) -> None:
         """Sends a message to the process. Raises an OSError if it has exited or does not read."""
@@ -270,17 +272,17 @@ def largest(pid: int | str) -> int:
 
 class Pool:
     """Worker processes that score completions. Each has a thread in the trainer, which sends it
-    calls and waits for its answers. A worker that is late or dies is killed and replaced.
+    jobs and waits for its answers. A worker that is late or dies is killed and replaced.
 
-    specs: the words of --reward. args: the script's. decode: turns the ids of a completion into
-    the text for a reward (chat_template.reader); None: `ask` gets texts.
+    words: those of --reward. args: the script's. decode: turns the ids of a completion into
+    the text for a reward (chat_template.decoder); None: `ask` gets texts.
     """
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # the module that its workers run
 
-    def __init__(self, specs: list[str], args, decode=None):
+    def __init__(self, words: list[str], args, decode=None):
         self.args, self.decode = args, decode
-        self.parts = self.parse(specs) if specs else []
+        self.specs = self.parse(words) if words else []
         self.tried = threading.Event()  # set once a worker has started, or could not start
         self.refused = ""  # why no worker can start
         # What a worker reports about the functions (worker.load):
@@ -289,30 +291,30 @@ class Pool:
         self.silent = []  # names of those that return nothing
         self.reads = []  # their parameters
         # [(reward, column, whether each row must have it), …]; None: no worker has loaded them
-        self.needs = None if self.parts else []
-        self.loading = START_SECONDS  # extra time for a worker's first call
-        # For `report`: calls since the last score; whether a failure was printed.
+        self.needs = None if self.specs else []
+        self.loading = START_SECONDS  # extra time for a worker's first job
+        # For `report`: jobs since the last score; whether a failure was printed.
         self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        # The threads take lists of calls from the inboxes. A call is a slice of the items. None
-        # ends a thread.
-        self.inboxes = self.make_inboxes(self.args.reward_workers if self.parts else 0)
+        # The threads take lists of jobs from the inboxes. A job is a slice of the items. None ends
+        # a thread.
+        self.inboxes = self.make_inboxes(self.args.reward_workers if self.specs else 0)
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
         for thread in self.threads:
             thread.start()
 
-    def parse(self, specs: list[str]) -> list[RewardSpec]:
+    def parse(self, words: list[str]) -> list[RewardSpec]:
         """Returns the RewardSpec of each word of the flag."""
-        return parse(specs)
+        return parse(words)
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
         """Returns an inbox for each of `count` workers. Here they all share one."""
         return [queue.Queue()] * count
 
-    def what(self) -> tuple:
+    def to_load(self) -> tuple:
         """Returns the arguments that a worker's `load` gets: the rewards (a list of RewardSpec)."""
-        return (self.parts,)
+        return (self.specs,)
 
     def take(self, told: dict) -> None:
         """Stores what a worker's `load` returned about the functions (see worker.load)."""
@@ -322,7 +324,7 @@ class Pool:
         """Waits until a worker has loaded the rewards. Raises a SettingsError if none can. Without
         rewards, it returns immediately.
         """
-        if not self.parts:
+        if not self.specs:
             return
         self.tried.wait()
         if self.needs is None:
@@ -330,10 +332,10 @@ class Pool:
 
     def ask(self, items: list[dict], size: int = 1) -> list[dict]:
         """Has the workers score the items, and returns what they found for each: {name of a reward:
-        a number, None or a text} (see weighted_sum). `size` consecutive items are one call.
-        Without --reward no worker is called, and each is {}.
+        a number, None or a text} (see weighted_sum). `size` consecutive items are one job.
+        Without --reward no worker is asked, and each is {}.
         """
-        if not self.parts:
+        if not self.specs:
             return [{} for _ in items]
         self.items, self.found = items, [None] * len(items)
         self.refused = ""  # with a new batch a worker may start again
@@ -342,12 +344,12 @@ class Pool:
             inbox.join()
         return self.found
 
-    def put(self, calls: list[slice]) -> None:
-        """Puts lists of calls into the inboxes; a worker gets all calls of a list at once. Here
-        each list has one call.
+    def put(self, jobs: list[slice]) -> None:
+        """Puts lists of jobs into the inboxes; a worker gets a list in one message. Here each list
+        has one job.
         """
-        for call in calls:
-            self.inboxes[0].put([call])
+        for job in jobs:
+            self.inboxes[0].put([job])
 
     def close(self):
         """Ends the threads and the workers."""
@@ -357,7 +359,7 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """Runs a thread: takes lists of calls from the inbox and has its worker answer them. The
+        """Runs a thread: takes lists of jobs from the inbox and has its worker do them. The
         thread starts the worker and replaces it if it fails. Linux's PDEATHSIG ends the worker
         together with the trainer's process.
         """
@@ -365,18 +367,18 @@ class Pool:
         with contextlib.suppress(OSError):
             worker = self._start()
         self.tried.set()
-        while calls := inbox.get():
+        while jobs := inbox.get():
             try:
                 worker = worker or self._start()
-                self.call(worker, calls)
+                self.do(worker, jobs)
             except Exception as error:  # a reward can break its worker in any way
                 if worker:
                     worker.kill()
                 worker = None
                 if isinstance(error, InterruptedError):
-                    inbox.put(calls)
+                    inbox.put(jobs)
                 else:
-                    self.failed(inbox, calls, error)
+                    self.failed(inbox, jobs, error)
             inbox.task_done()
         if worker:
             worker.kill()
@@ -389,7 +391,7 @@ class Pool:
             raise OSError(self.refused)
         worker = None
         try:
-            worker = Worker(self.module, self.what(), self.args.reward_timeout)
+            worker = Worker(self.module, self.to_load(), self.args.reward_timeout)
             told = worker.receive(START_SECONDS)
             if isinstance(told, str):  # why it cannot load
                 raise OSError(told)
@@ -402,42 +404,42 @@ class Pool:
         self.take(told)
         return worker
 
-    def call(self, worker: Worker, calls: list[slice]) -> None:
-        """Has a worker answer these calls, and stores what it found. Raises an exception if the
-        worker fails or does not answer in time. Its first call may load what the function needs.
+    def do(self, worker: Worker, jobs: list[slice]) -> None:
+        """Has a worker do these jobs, and stores what it found. Raises an exception if the worker
+        fails or does not answer in time. Its first job may load what the function needs.
         InterruptedError: the worker got SIGTERM, which may have ended processes that a reward
-        started, so another worker must answer.
+        started, so another worker must do them.
         """
-        sent, began = [self.items[call] for call in calls], time.monotonic()
+        sent, began = [self.items[job] for job in jobs], time.monotonic()
         loading, worker.new = self.loading if worker.new else 0, False
         worker.send((self.progress, loading, sent))
         try:
             results = worker.receive(self.seconds(sent) + loading)
         except TimeoutError as error:
-            # If this was its first call, the next worker's may load at most half as long.
+            # If this was its first job, the next worker's may load at most half as long.
             self.loading = min(self.loading, loading / 2 or self.loading)
             raise TimeoutError(f"{error} (--reward_timeout {self.args.reward_timeout:g})") from None
         if not results:
             raise InterruptedError
-        if loading:  # the next worker's first call may load four times as long as this one took
+        if loading:  # the next worker's first job may load four times as long as this one took
             self.loading = 4 * (time.monotonic() - began)
-        for call, found in zip(calls, results, strict=True):
-            self.found[call] = found
+        for job, found in zip(jobs, results, strict=True):
+            self.found[job] = found
 
-    def seconds(self, batch: list[list]) -> float:
-        """Returns the time limit for these calls, in seconds: --reward_timeout per completion.
-        batch: the items of each call.
+    def seconds(self, sent: list[list]) -> float:
+        """Returns the time limit for these jobs, in seconds: --reward_timeout per completion. sent:
+        the items of each job.
         """
-        return self.args.reward_timeout * sum(map(len, batch))
+        return self.args.reward_timeout * sum(map(len, sent))
 
-    def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """Handles a worker's failure. If it had one call, the items of that call have no reward. If
+    def failed(self, inbox: queue.Queue, jobs: list[slice], error: Exception) -> None:
+        """Handles a worker's failure. If it had one job, the items of that job have no reward. If
         it had several, each goes back into the inbox on its own.
         """
-        if len(calls) > 1:
-            for call in calls:
-                inbox.put([call])
+        if len(jobs) > 1:
+            for job in jobs:
+                inbox.put([job])
             return
-        items = self.items[calls[0]]
+        items = self.items[jobs[0]]
         why = f"{error}\nThe completion: {items[0]['completion'][:300]!r}"
-        self.found[calls[0]] = [{spec.name: why for spec in self.parts} for _ in items]
+        self.found[jobs[0]] = [{spec.name: why for spec in self.specs} for _ in items]

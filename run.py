@@ -21,7 +21,7 @@ import log
 import model
 import part
 import rewards
-from chat_template import reader
+from chat_template import decoder
 from checkpoint import export_model
 from data import Stream
 from errors import Mistakes, SettingsError, numbered
@@ -118,7 +118,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     `saved` they continue from it. At the end parts/guards compares the log-probs of
     engine, trainer and transformers. All ranks must call it (a collective)."""
     pool_class = part.pool(rewards.Pool, args, inputs.scorer.waits)
-    decode = reader(inputs.tokenizer, inputs.ends)
+    decode = decoder(inputs.tokenizer, inputs.ends)
     scorer = pool_class(list(args.reward), args, decode)  # its processes start now
     scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state
     policy, reference, critic = build_models(args, world, inputs)

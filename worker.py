@@ -38,11 +38,11 @@ from answers import GUARDS, REWARDS
 
 ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's trainer_state we have
-LOADING = SimpleNamespace(seconds=0.0)  # extra time for this call, if it is the first; for parts
+LOADING = SimpleNamespace(seconds=0.0)  # extra time for this message, if it is the first; for parts
 
-
-# What a worker receives of a completion: the arguments that a function may declare, besides the
-# columns of its row (rewards.item_of). Here those of nothing.
+# The item, which a worker gets for each completion (rewards.item_of): one entry per argument name,
+# and `columns`, those of its row, which are arguments too. With these empty values `read_signature`
+# finds out which names there are.
 ITEM = {"prompt": "", "completion": "", "answer": None, "tokens": 0, "truncated": False,
         "completion_ids": [], "turns": [], "columns": {}}
 
@@ -229,11 +229,12 @@ def number(value) -> float | None:
 
 # ---- the process ----
 #
-# A worker and the trainer talk over a socket. The worker receives pickles: first what to load, then
-# lists of calls. It sends lines of JSON, because a pickle that a reward wrote could run code in the
-# trainer: first what the pool needs to know of the functions (or a text that explains why they
-# cannot be loaded), then one line of results for each list of calls. What a reward prints goes to
-# the trainer's output.
+# A worker and the trainer (rewards.Worker) talk over a socket. The worker receives pickles: first
+# what to load, then lists of jobs. A job is a list of items that succeeds or fails as a whole: one
+# item, or all items of a prompt if a reward takes groups. The worker sends lines of JSON, because a
+# pickle that a reward wrote could run code in the trainer: first what the pool needs to know of the
+# functions (or a text that explains why they cannot be loaded), then one line of results for each
+# list of jobs. What a reward prints goes to the trainer's output.
 
 def load(specs: list[RewardSpec]) -> tuple[list[Reward], dict]:
     """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
@@ -251,12 +252,12 @@ def load(specs: list[RewardSpec]) -> tuple[list[Reward], dict]:
         "reads": sum((it.names for it in rewards), [])}
 
 
-def score(rewards: list[Reward], calls: list[list]) -> list[list]:
-    """Scores a list of calls. A call is a list of items: one completion, or all completions of a
-    prompt. Returns for each call and each of its items {name of a reward: what it gave} (found_by).
+def score(rewards: list[Reward], jobs: list[list]) -> list[list]:
+    """Does a list of jobs, each a list of items. Returns for each job and each of its items {name
+    of a reward: what it gave} (found_by).
     """
     return [by_item({reward.name: found_by(reward, items) for reward in rewards})
-            for items in calls]
+            for items in jobs]
 
 
 def found_by(reward: Reward, items: list) -> list:
@@ -300,13 +301,13 @@ def received(pipe: socket.socket):
 
 
 def work(fd: int, load=load, score=score) -> None:
-    """Runs a worker process: loads the rewards, then scores lists of calls until the trainer ends.
+    """Runs a worker process: loads the rewards, then does lists of jobs until the trainer ends.
     fd: the file descriptor of its socket. load, score: the functions that do this; another module
     may pass its own.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
-    # A scheduler that ends a job sends SIGTERM to all of its processes. The trainer finishes its
-    # step, so a worker continues. It may have ended what a reward forked: the answer is discarded.
+    # A scheduler such as Slurm ends a run by SIGTERM to all of its processes. The trainer finishes
+    # its step, so a worker continues. What a reward forked may have ended: the answer is discarded.
     disturbed = []
     signal.signal(signal.SIGTERM, lambda *_: disturbed.append(True))
     os.register_at_fork(after_in_child=functools.partial(
@@ -324,18 +325,18 @@ def work(fd: int, load=load, score=score) -> None:
         except OSError:  # this process is a fork, or the trainer has ended
             os._exit(1)
 
-    started = next(inbox, None)
-    if not started:
+    to_load = next(inbox, None)
+    if not to_load:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        rewards, told = load(*started)
+        rewards, told = load(*to_load)
     except SystemExit as error:  # its text says why a file cannot be used
         return send(error.code if isinstance(error.code, str) else failure(error))
     except Exception as error:
         return send(failure(error))
     send(told)
-    for progress, LOADING.seconds, calls in inbox:
+    for progress, LOADING.seconds, jobs in inbox:  # sets LOADING.seconds for each message
         vars(TRAINER).update(progress)
-        results = score(rewards, calls)
+        results = score(rewards, jobs)
         send(None if disturbed else results)

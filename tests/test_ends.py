@@ -174,7 +174,7 @@ def check(tmp_path, seed: int):
     ends = chat_template.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({*json.loads(named), *own})
     # The text. What sentencepiece would give is its own decoding.
-    written, reads = "a , b <think>1</think> n't", chat_template.reader(tokenizer, ends)
+    written, reads = "a , b <think>1</think> n't", chat_template.decoder(tokenizer, ends)
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
@@ -241,9 +241,9 @@ def test_an_end_may_be_a_word_elsewhere():
     glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
     ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
-    assert chat_template.reader(glm, [0])(ids) == THOUGHT
+    assert chat_template.decoder(glm, [0])(ids) == THOUGHT
     newline = glm("\n", add_special_tokens=False)["input_ids"]
-    assert chat_template.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
+    assert chat_template.decoder(glm, newline)(2 * newline) == "\n" and len(newline) == 1
 
 
 ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"

@@ -125,5 +125,5 @@ def test_a_batch_of_attacks_and_answers_is_scored_in_order():
     specs = ["examples/expressions.py:solves"]
     with contextlib.closing(Pool(specs, fakes.args(reward_timeout=60.0))) as pool:
         pool.wait()
-        scores = [weighted_sum(pool.parts, found)[0] for found in pool.ask(items)]
+        scores = [weighted_sum(pool.specs, found)[0] for found in pool.ask(items)]
     assert scores == [1, 0, 0, 0, 0.25, 1]

@@ -137,7 +137,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     """A gradient that is not finite is not applied; a reward that hangs costs its own completions,
     four of one prompt; a full disk ends the run in one sentence, and the older checkpoint stays."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    # Its prompt is of the second step: a worker has 120 s for its first call.
+    # Its prompt is of the second step: a worker has 120 s for its first job.
     write_rows(tmp_path / "rows.jsonl", never=500127)
     status, text = start(*"--steps 9 --data rows.jsonl --reward sleepy.py:sleepy".split(),
                          "--reward_timeout", "2", FAULTS="backward:*:0:nan save:1:3:full").end()

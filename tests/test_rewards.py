@@ -63,7 +63,7 @@ def score(specs, items, group=1, **options):
 
 
 def ask(scorer, items, size=1):
-    return [Scored(*rewards.weighted_sum(scorer.parts, found)) for found in scorer.ask(items, size)]
+    return [Scored(*rewards.weighted_sum(scorer.specs, found)) for found in scorer.ask(items, size)]
 
 
 def totals(scores):
@@ -347,7 +347,7 @@ def f(completion):
 
 
 def test_what_a_reward_forks_dies_with_its_worker(own):
-    """After a call that is late or ends the worker, and at the end of the run."""
+    """After a job that is late or ends the worker, and at the end of the run."""
     ends = ["", "time.sleep(1e9)", "os._exit(3)"]
     assert totals(score([own(FORKS)], ends, timeout=2.0)) == [1, None, None]
     for end in ends:
@@ -356,7 +356,7 @@ def test_what_a_reward_forks_dies_with_its_worker(own):
 
 
 def test_workers_die_with_the_trainer(own):
-    """Also one that is within a call, where the trainer is killed."""
+    """Also one that is within a job, where the trainer is killed."""
     spec = own(F + "open(f'pid{os.getpid()}', 'w'), time.sleep(1e9)")
     parent = subprocess.Popen([sys.executable, "-c", f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
@@ -382,8 +382,8 @@ def test_a_worker_ends_in_silence_when_the_trainer_does(capfd):
 
 # ---- hostile rewards
 
-def test_a_group_is_one_call_with_the_time_of_all_and_fails_as_a_whole(own):
-    """Three completions of at most a second each, in one call of 1.6 s."""
+def test_a_group_is_one_job_with_the_time_of_all_and_fails_as_a_whole(own):
+    """Three completions of at most a second each, in one job of 1.6 s."""
     spec = own("def f(completions, **columns):\n"
                "    if 'late' in completions: time.sleep(1e9)\n"
                "    if 'bad' in completions: return [1.0]\n"
@@ -429,7 +429,7 @@ def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
 
 
 def test_a_worker_that_stopped_reading_costs_a_completion(own):
-    """It stops between calls, and the next completion is larger than any pipe."""
+    """It stops between jobs, and the next completion is larger than any pipe."""
     spec = own("import threading\n" + F + "if completion == 'stop':\n"
                "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
     with pool([spec], workers=1, timeout=2.0) as scorer:
@@ -479,10 +479,10 @@ def test_only_the_rank_that_scores_a_text_decodes_it(own):
 
 
 def test_a_batch_that_fails_as_a_whole_stops():
-    """After eight calls in a row. Fewer are an accident: one row of an evaluation ended the run."""
+    """After eight jobs in a row. Fewer are an accident: one row of an evaluation ended the run."""
     log, scorer, none = fakes.Log(), Pool([], fakes.args()), ["f returned None"]
-    for errors, calls in [(["ZeroDivision"] * 4 + [None], 8), (none, 7), ([None], 1), (none, 7)]:
-        rewards.report(scorer, log, errors, calls)
+    for errors, jobs in [(["ZeroDivision"] * 4 + [None], 8), (none, 7), ([None], 1), (none, 7)]:
+        rewards.report(scorer, log, errors, jobs)
     with pytest.raises(SettingsError, match="1 completions has .*\nf returned None"):
         rewards.report(scorer, log, none, 1)
     assert len(log.said) == 1 and "ZeroDivision" in log.said[0]  # printed once

@@ -57,7 +57,7 @@ def score(rows: list[dict], specs: list[str]) -> list[tuple]:
         if pool.groups and len(sizes) > 1:
             raise SettingsError("a reward of whole groups needs groups of one size.")
         found = pool.ask([*map(item_of, rows)], sizes.pop() if pool.groups else 1)
-        return [rewards.weighted_sum(pool.parts, one) for one in found]
+        return [rewards.weighted_sum(pool.specs, one) for one in found]
 
 
 def do_differ(rewards: list[float]) -> bool:

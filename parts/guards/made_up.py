@@ -29,7 +29,7 @@ def try_once(args, rows: list, pool: Pool, warnings: dict) -> None:
     with closing(Pool(list(args.reward), replace(args, reward_workers=1))) as pool:
         pool.wait()
         size = args.group if pool.groups else 1
-        *_, error = weighted_sum(pool.parts, pool.ask([item] * size, size)[0])
+        *_, error = weighted_sum(pool.specs, pool.ask([item] * size, size)[0])
     if not error:
         return
     lines = error.strip().splitlines()

@@ -1,4 +1,4 @@
-"""waiting.py: `async def` rewards in a worker: many calls at once, each tried again where it fails
+"""waiting.py: `async def` rewards in a worker: many jobs at once, each tried again where it fails
 and another try can help (servers.py).
 
 A judge behind a server answers slowly, and can answer many at a time (examples/judge.py).
@@ -21,7 +21,7 @@ class Loaded(NamedTuple):
     retries: int  # of a coroutine, at most
 
 
-class Call:
+class Job:
     """Completions that come together: one, or all of a prompt."""
 
     def __init__(self, rewards: list[Reward], items: list):
@@ -30,41 +30,41 @@ class Call:
                       for it in rewards}
 
     def answers(self) -> list[dict]:
-        """As of worker.by_item, and with the first item the retries of the call."""
+        """As of worker.by_item, and with the first item the retries of the job."""
         made = worker.by_item(self.found)
         made[0]["retries"] = self.retries
         return made
 
 
-def load(parts: list[RewardSpec], timeout: float, retries: int) -> tuple[Loaded, list]:
+def load(specs: list[RewardSpec], timeout: float, retries: int) -> tuple[Loaded, list]:
     """As worker.load."""
-    rewards, told = worker.load(parts)
+    rewards, told = worker.load(specs)
     return Loaded(rewards, timeout, retries), told
 
 
-def score(loaded: Loaded, calls: list[list]) -> list[list]:
-    """The answers of each call: the coroutines run together, after the other rewards."""
-    made = [Call(loaded.rewards, items) for items in calls]
+def score(loaded: Loaded, jobs: list[list]) -> list[list]:
+    """The answers of each job: the coroutines run together, after the other rewards."""
+    made = [Job(loaded.rewards, items) for items in jobs]
     LOOP.run(score_all(loaded, made))
-    return [call.answers() for call in made]
+    return [job.answers() for job in made]
 
 
-async def score_all(loaded: Loaded, calls: list[Call]) -> None:
+async def score_all(loaded: Loaded, jobs: list[Job]) -> None:
     """Calls the coroutines."""
     tasks = []
-    for call in calls:
+    for job in jobs:
         for reward in loaded.rewards:
-            found = call.found[reward.name]
-            size = len(call.items) if reward.groups else 1
-            tasks += [score_one(loaded, call, reward, found, slice(i, i + size))
-                      for i in range(0, len(call.items), size) if reward.waits]
+            found = job.found[reward.name]
+            size = len(job.items) if reward.groups else 1
+            tasks += [score_one(loaded, job, reward, found, slice(i, i + size))
+                      for i in range(0, len(job.items), size) if reward.waits]
     await asyncio.gather(*tasks)
 
 
-async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, part: slice) -> None:
+async def score_one(loaded: Loaded, job: Job, reward: Reward, found: list, part: slice) -> None:
     """One call of a coroutine, and retries where it raises or is late. A server may say how long to
     wait before the next one, and that none can help. found: its numbers."""
-    items, pause = call.items[part], 0.0
+    items, pause = job.items[part], 0.0
     loading, seconds = worker.LOADING.seconds, loaded.timeout * len(items)
 
     async def once():
@@ -72,7 +72,7 @@ async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, par
 
     for retry in range(loaded.retries + 1):
         if retry:
-            call.retries += 1
+            job.retries += 1
             await asyncio.sleep(pause)
         pause = PAUSE * 2**retry
         task = asyncio.create_task(once())

@@ -31,7 +31,7 @@ class Reply(Reward):
     nothing: ClassVar = Move(row={"prompt": "", "answer": None}, turns=[])
 
     def given(self, items: list[Move]) -> dict:
-        """See worker.Reward. A call is one Move."""
+        """See worker.Reward. A job is one Move."""
         return items[0]["row"] | {"row": items[0]["row"], "turns": items[0]["turns"]}
 
     def values(self, result, items: list[Move]) -> list:
@@ -78,8 +78,8 @@ class Environments:
                       ["self", "turns"] if name == "reply" else ["self"])
 
     def start(self, moves: list[Move]):
-        """A call. Its reply, as messages. None: the episode is over. Of a move that is over: the
-        reward."""
+        """Answers a Move: its reply, as messages. None: the episode is over. Of a move that is
+        over: the reward."""
         move = worker.fresh(moves[0])
         it = self.live.pop(move["seed"], None)
         if it is None or not move["seen"]:  # an evaluation has the same episodes each time
@@ -119,32 +119,32 @@ def takes(called, name: str, given: list[str]) -> None:
 
 # ---- the process ----
 
-def load(part: RewardSpec, timeout: float) -> tuple[tuple, list]:
+def load(spec: RewardSpec, timeout: float) -> tuple[tuple, list]:
     """(The function or class of --reply, seconds for an answer). Of it: its methods; is it `async
     def`; what it needs."""
-    found = worker.find(part)
+    found = worker.find(spec)
     if inspect.isclass(found):
         it = Environments(found)
         return (it, timeout), [it.methods, False, []]
-    reply, needs = worker.read_signature(part, found, Reply)
+    reply, needs = worker.read_signature(spec, found, Reply)
     return (reply, timeout), [[], reply.waits, needs]
 
 
-def score(loaded: tuple, calls: list[list[Move]]) -> list[list[dict]]:
-    """As worker.score. Calls of an `async def` run together."""
+def score(loaded: tuple, jobs: list[list[Move]]) -> list[list[dict]]:
+    """As worker.score. The calls of an `async def` run together."""
     reply, timeout = loaded
     if not reply.waits:
-        return worker.score([reply], calls)
-    return LOOP.run(score_all(reply, timeout, calls))
+        return worker.score([reply], jobs)
+    return LOOP.run(score_all(reply, timeout, jobs))
 
 
-async def score_all(reply: Reply, timeout: float, calls: list[list[Move]]) -> list[list[dict]]:
+async def score_all(reply: Reply, timeout: float, jobs: list[list[Move]]) -> list[list[dict]]:
     """Calls the coroutine."""
-    return await asyncio.gather(*(score_one(reply, timeout, moves) for moves in calls))
+    return await asyncio.gather(*(score_one(reply, timeout, moves) for moves in jobs))
 
 
 async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list[dict]:
-    """The answers of one call."""
+    """The answers of one job."""
     try:
         said = await asyncio.wait_for(reply.start(moves), timeout + worker.LOADING.seconds)
         found = reply.values(said, moves)

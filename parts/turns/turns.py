@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from batch import Sample
-from chat_template import ids_after, marks_of, reader, render, texts_of
+from chat_template import decoder, ids_after, marks_of, render, texts_of
 from data import Row
 from errors import SettingsError
 from parts.turns.replies import Move
@@ -27,7 +27,7 @@ from rollout import Engine, hash_seed
 from settings import Count, Flags
 from worker import ROOT, RewardSpec, find_file
 
-TOGETHER = 64  # calls of an `async def` that a worker gets at once
+TOGETHER = 64  # jobs that a worker gets at once of an `async def`
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
 
@@ -62,23 +62,23 @@ class ReplyPool(Pool):
     flag: ClassVar = "reply"
     module: ClassVar = "parts.turns.replies"
 
-    def parse(self, specs: list[str]) -> list[RewardSpec]:
+    def parse(self, words: list[str]) -> list[RewardSpec]:
         """FILE.py:NAME."""
-        path, name = re.fullmatch(r"(?:(.+\.py):)?(.*)", specs[0]).groups()
+        path, name = re.fullmatch(r"(?:(.+\.py):)?(.*)", words[0]).groups()
         if not path or not name.isidentifier():
             raise SettingsError(
-                f"--reply {specs[0]}: it must be FILE.py:FUNCTION; it has no weight.")
+                f"--reply {words[0]}: it must be FILE.py:FUNCTION; it has no weight.")
         if not (found := find_file(path)):
-            raise SettingsError(f"--reply {specs[0]}: no such file, here or in {ROOT}.")
+            raise SettingsError(f"--reply {words[0]}: no such file, here or in {ROOT}.")
         return [RewardSpec(name, math.nan, str(found))]
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
         """See rewards.Pool."""
         return [queue.Queue() for _ in range(count)]
 
-    def what(self) -> tuple:
+    def to_load(self) -> tuple:
         """See rewards.Pool."""
-        return self.parts[0], self.args.reward_timeout
+        return self.specs[0], self.args.reward_timeout
 
     def take(self, told: list) -> None:
         """See rewards.Pool."""
@@ -91,18 +91,18 @@ class ReplyPool(Pool):
         self.homes = homes
         return [value for found in super().ask(moves) for value in found.values()]
 
-    def put(self, calls: list[slice]) -> None:
+    def put(self, jobs: list[slice]) -> None:
         """See rewards.Pool. An `async def` answers many at once."""
         size = TOGETHER if self.waits else 1
         for number, inbox in enumerate(self.inboxes):
-            mine = [call for call, home in zip(calls, self.homes, strict=True)
+            mine = [job for job, home in zip(jobs, self.homes, strict=True)
                     if home % len(self.inboxes) == number]
             for i in range(0, len(mine), size):
                 inbox.put(mine[i:i + size])
 
-    def seconds(self, batch: list[list]) -> float:
+    def seconds(self, sent: list[list]) -> float:
         """See rewards.Pool."""
-        return self.args.reward_timeout + 1 if self.waits else super().seconds(batch)
+        return self.args.reward_timeout + 1 if self.waits else super().seconds(sent)
 
 
 def said(text: str) -> dict:
@@ -119,7 +119,7 @@ class Bridge:
     system: str | None
 
     def __post_init__(self):
-        self.read = reader(self.tokenizer, self.eos_ids)
+        self.read = decoder(self.tokenizer, self.eos_ids)
         self.marks = marks_of(self.tokenizer, self.eos_ids)
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
@@ -358,6 +358,6 @@ class EpisodePool(Pool):
 
     def ask(self, items, size=1):
         """See Pool."""
-        failed = {spec.name: "its episode failed" for spec in self.parts}
+        failed = {spec.name: "its episode failed" for spec in self.specs}
         return [failed if item["turns"][-1].get("failed") else found
                 for found, item in zip(super().ask(items, size), items, strict=True)]

@@ -40,7 +40,7 @@ def score(specs, items, group=1, workers=1, timeout=60.0):
         pool.wait()
         pool.loading = 1.0
         found = pool.ask(items, group if pool.groups else 1)
-        return [rewards.weighted_sum(pool.parts, one) for one in found]
+        return [rewards.weighted_sum(pool.specs, one) for one in found]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def own(tmp_path, monkeypatch):
 
 
 def test_coroutines_and_others_are_added_up_and_one_loop_stays_open(own):
-    """A group of TRL's form is one call, with the time of all; it fails as a whole."""
+    """A group of TRL's form is one job, with the time of all; it fails as a whole."""
     own("async def trl(completions, level, **columns):\n    assert level == [2, 2]\n"
         "    if 'bad' in completions: return [1.0]\n    await asyncio.sleep(1.2)\n"
         "    return [len(text) for text in completions]\ndef g(completion): return 3\nclient = []\n"
