@@ -3,11 +3,11 @@
     batch → minibatches    one optimizer step each: contiguous slices of the samples
     minibatch → ranks → micro-batches    to fit in memory (balance); never changes the maths
 
-A row is one sample: a prompt with one completion. N completions have M sampled tokens in total. A
-vector with one number per completion is (N,). A vector with one number per sampled token is (M,):
-the completions' tokens, concatenated. Tokens that the policy did not sample, such as a tool's
-reply, are in the model's input but in no (M,) vector. A micro-batch has n of the M tokens: (n,). No
-vector is padded.
+A row of this file is not a data row, but a sample: a completion with its prompt. N completions have
+M sampled tokens in total. A vector with one number per completion is (N,). A vector with one number
+per sampled token is (M,): the completions' tokens, concatenated. Tokens that the policy did not
+sample, such as a tool's reply, are in the model's input but in no (M,) vector. A micro-batch has n
+of the M tokens: (n,). No vector is padded.
 
 A micro-batch is one input that contains each of its prompts once. A completion attends to its
 prompt and to itself:
@@ -42,9 +42,9 @@ from dist import World, pad_to_multiple, share
 # micro-batch have at most KEYS x its token budget keys.
 KEYS = 4
 
-# The size of a row: the index of the first adjacent row with the same prompt, the prompt's tokens
-# p, the completion's tokens c. A micro-batch contains each of its prompts once, and the completions
-# without their last tokens, which predict nothing.
+# The size of a row is (owner, prompt tokens p, completion tokens c). owner: the index of the first
+# adjacent row with the same prompt. A micro-batch contains each of its prompts once, and the
+# completions without their last tokens, which predict nothing.
 Size = tuple[int, int, int]
 
 
@@ -310,8 +310,7 @@ class Sample:
     advantages: torch.Tensor | None = None  # one for each sampled token
     seed: int = 0  # of the tokens that the engine appends next
     room: int | None = None  # the maximum number of them; None: as many as --max_tokens leaves
-    # Its chat messages. []: one, the text.
-    turns: list[dict] = field(default_factory=list)
+    turns: list[dict] = field(default_factory=list)  # []: one assistant message, `text`
     # Arrays that a part adds by name. One of shape (T,) has a number for each token.
     extras: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -384,12 +383,12 @@ class Batch:
         """Splits a vector over all sampled tokens (M,) into N views, one per completion."""
         return x.split(self.tokens.tolist())
 
-    def part(self, name: str) -> torch.Tensor:
+    def reward_values(self, name: str) -> torch.Tensor:
         """Returns the values of one reward of --reward, without its weight, (N,) float64. NaN means
         that the reward has no value for the completion. name: the reward's name.
         """
-        parts = [s.rewards[name] for s in self.samples]
-        return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
+        values = [s.rewards[name] for s in self.samples]
+        return torch.from_numpy(np.array(values, float))  # numpy makes NaN of None
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """Returns the row numbers of each optimizer step. The batch is split into `count`
@@ -446,7 +445,7 @@ NOTHING = Sample(Prompt(0, Row(0, "", [0], None, {}, "")), np.zeros(1, np.int32)
 class MicroBatch:
     """A micro-batch: rows of the batch as one packed input, and their n sampled tokens.
 
-    rows: their numbers in the batch. row (n,): the number of each token's completion within `rows`.
+    rows: their numbers in the batch. row_of_token (n,): the index in `rows` of each token's row.
     inputs: the arguments of the model. The output at input token source[i] predicts the id
     targets[i]; only `pack` shifts by one. Without rows, the model computes one dummy token and n is
     0, so the gradient of a sum over the sampled tokens is 0.
@@ -466,8 +465,9 @@ class MicroBatch:
         self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
         self.targets = to_device(torch.cat(completion_ids)[sampled], device)  # (n,)
         counts = torch.tensor([s.tokens for s in self.samples])
-        # (n,): the number of each token's completion within `rows`
-        self.row = to_device(torch.arange(len(self.samples)).repeat_interleave(counts), device)
+        # (n,): the index in `rows` of each token's row. The losses call it `row`.
+        self.row_of_token = to_device(
+            torch.arange(len(self.samples)).repeat_interleave(counts), device)
         # (n,): the index of each token in an (M,) vector of the batch
         self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
         self.engine_logprobs = self.take(batch.engine_logprobs)  # (n,)
@@ -475,7 +475,7 @@ class MicroBatch:
     def per_token(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the value of its completion for each of the n tokens: x (N,) of the batch → (n,).
         """
-        return to_device(x[self.rows], self.device)[self.row]
+        return to_device(x[self.rows], self.device)[self.row_of_token]
 
     def draws(self) -> torch.Tensor:
         """Returns a random number in [0, 1) for each token, (n,). It depends only on the completion

@@ -60,9 +60,9 @@ class Row:
     answer: object
     columns: dict
     source: str  # its column `data_source`, or the name of the data
-    finished: bool = False  # its text was already a rendered chat
+    rendered: bool = False  # its text was already a rendered chat, and no template was applied
     # {"prompt", "answer" or "system message": the column it was read from}; None: the row has none.
-    read: dict[str, str | None] = field(default_factory=dict)
+    origins: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -76,8 +76,8 @@ class Row:
 
 
 class Prompt(NamedTuple):
-    """A drawn row."""
-    position: int  # in the order of the run, from 0: it seeds the sampling
+    """A drawn row: its place in the order of the run, and the row. Its text is `row.prompt`."""
+    position: int  # from 0; it seeds the sampling
     row: Row
 
 
@@ -161,17 +161,17 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     # A text that begins like a chat or message in the template is already a rendered chat. ChatML's
     # beginning, the most common one, is tried for every tokenizer.
     begins = ("<|im_start|>", *marks.begins)
-    finished = any(m["content"].lstrip().startswith(begins) for m in messages)
-    if finished and (len(messages) > 1 or options):
+    rendered = any(m["content"].lstrip().startswith(begins) for m in messages)
+    if rendered and (len(messages) > 1 or options):
         raise SettingsError("a finished chat text takes no --system, no tools and no other "
                             "messages.")
-    if not finished:
+    if not rendered:
         marks.check([messages, options])  # no control tokens of the template
-    text = messages[0]["content"] if finished else prompt_text(messages, tokenizer, options)
+    text = messages[0]["content"] if rendered else prompt_text(messages, tokenizer, options)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # raises a ValueError for half a surrogate pair
     # A chat template writes the BOS itself; for plain text the tokenizer adds it.
-    ids = prompt_ids(text, tokenizer, add_bos=tokenizer.chat_template is None and not finished)
+    ids = prompt_ids(text, tokenizer, add_bos=tokenizer.chat_template is None and not rendered)
     origins = {"prompt": first_of((*PROMPTS, *CHATS), columns),
                "answer": column if str(answer).strip() else None}
     if args.prompt_template:
@@ -179,7 +179,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
     system = first_of(("system", "system_prompt"), columns)
     if system and args.system is None and messages[0]["content"] == columns[system]:
         origins["system message"] = system
-    return Row(index, text, ids, answer, columns, source, finished, origins)
+    return Row(index, text, ids, answer, columns, source, rendered, origins)
 
 
 BASIC = (bool, str, int, float, bytes)

@@ -195,12 +195,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 A = micro.take(advantages).to(logp.dtype)  # (M,) → (n,)
                 w = micro.per_token(weights)  # (N,) → (n,)
                 engine = micro.engine_logprobs
-                loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
-                                            engine_logprobs=engine, draws=micro.draws,
-                                            **args.bounds)
+                loss, details = policy_loss(
+                    logp, old, A, micro.row_of_token, n_rows=len(micro.rows),
+                    engine_logprobs=engine, draws=micro.draws, **args.bounds)
                 if args.engine_correction != "none":  # the KL and entropy terms are left alone
                     factors, found = losses.engine_correction(
-                        old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
+                        old, engine, micro.row_of_token, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss, "rollout/logprob_gap_mean": (old - engine).abs()}
                 if args.kl_loss_coef:
@@ -282,8 +282,8 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     """Calls the function of --advantage FILE.py:NAME and returns the advantages, (M,).
     variants/__init__.py describes its arguments. Raises SettingsError if it does not return one
     finite number per completion (or per token, if the file says PER = "token")."""
-    parts = {part.name: (part.weight, batch.part(part.name))
-             for part in parse_rewards(list(args.reward))}
+    parts = {spec.name: (spec.weight, batch.reward_values(spec.name))
+             for spec in parse_rewards(list(args.reward))}
     chosen = flags.chosen("advantage", args.advantage)
     row = batch.per_token(torch.arange(len(rewards)))  # (M,)
     own, given = deepcopy((rewards, dict(  # copies, because the function may modify them

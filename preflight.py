@@ -31,7 +31,7 @@ class Inputs:
     tokenizer: object  # of transformers
     lm: object  # the model without weights (model.skeleton)
     shape: Shape  # the model's sizes, for the plan
-    scorer: rewards.Pool  # closed: what is known of the rewards
+    reward_facts: rewards.Pool  # closed: it knows what the rewards need, and scores nothing
     ends: list[int] = field(default_factory=list)  # ids that end a completion
     reference: str | None = None  # the folder of the reference model; None: it is the same
     rows: list[data.Row] = field(default_factory=list)
@@ -96,10 +96,10 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     SettingsError: all mistakes of the flags together; or the first file that is broken; or all that
     does not fit together.
     """
-    scorer = check_flags(args, ranks, local_size)
+    reward_facts = check_flags(args, ranks, local_size)
     folder, lm, tokenizer = open_model(args.model, "model", weights)
     tokenizer.clock = (datetime.fromisoformat(began) if began else datetime.now()).strftime
-    inputs = Inputs(folder, tokenizer, lm, shape_from(lm), scorer)
+    inputs = Inputs(folder, tokenizer, lm, shape_from(lm), reward_facts)
     inputs.ends = check_ends(args, inputs)
     args.find_reference(inputs, weights)
     inputs.rows = args.load_rows("data", args.seed, inputs)

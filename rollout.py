@@ -1,13 +1,13 @@
 """rollout.py: the colocated vLLM engine: new weights go in, completions come out.
 
-Each rank runs an engine in its own process, on the trainer's GPU. Engine and trainer take turns:
-`Engine.generating` moves what --offload lists to the host, wakes the engine and loads the new
-weights into it; afterwards the engine sleeps. With --tp K, K consecutive ranks form one engine.
+Each rank runs vLLM inside the trainer's process, on the same device. Engine and trainer take
+turns: `Engine.generating` moves what --offload lists to the host, wakes the engine and loads the
+new weights into it; afterwards the engine sleeps. With --tp K, K consecutive ranks form one engine.
 
 Each completion has its own seed, so the samples do not depend, up to rounding, on the number of
 ranks or on how requests are split over engines.
 
-Top to bottom: the flags; Engine (weights in: `load`, `take`; samples out: `sample`, `complete`,
+Top to bottom: the flags; Engine (weights in: `load`, `reload`; samples out: `sample`, `complete`,
 `generate`); its limits, which the plan needs too; and the environment variables that vLLM reads.
 """
 import hashlib
@@ -159,7 +159,7 @@ class Engine:
     def load(self, policy: Policy) -> None:
         """Copies the policy's weights to the engine. All ranks must call it (a collective)."""
         with self.changing():
-            self.take(policy.weights(self.dtype))
+            self.reload(policy.weights(self.dtype))
 
     @contextmanager
     def changing(self):
@@ -180,12 +180,12 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
-    def take(self, weights: Iterator) -> None:
+    def reload(self, weights: Iterator) -> None:
         """Loads new weights, an iterator of (name, tensor), into vLLM. All ranks must call it (a
         collective).
         """
         # All weights in one call: vLLM fuses layers (q, k and v), and a call with only some of the
-        # weights of a fused layer would corrupt the others.
+        # weights of a fused layer would corrupt the others. The "rpc" stays in this process.
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         deque(weights, maxlen=0)  # iterating is a collective: every rank must exhaust `weights`
 
@@ -226,7 +226,7 @@ class Engine:
         further arguments of vLLM's generate."""
         from vllm import SamplingParams
         params = [SamplingParams(**self.sampling(s, temperature)) for s in samples]
-        return self.llm.generate(self.prompts(samples), params, use_tqdm=self.bar, **options)
+        return self.llm.generate(self.contexts(samples), params, use_tqdm=self.bar, **options)
 
     def sampling(self, sample: Sample, temperature: float) -> dict:
         """Returns the arguments of vLLM's SamplingParams for a sample. With `logprobs=0`, vLLM
@@ -239,9 +239,9 @@ class Engine:
             skip_clone=True,  # these parameters are not shared between requests
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
 
-    def prompts(self, samples: list[Sample]) -> list[dict]:
-        """Returns the tokens so far of each sample in the format of vLLM's generate. Parts may add
-        keys."""
+    def contexts(self, samples: list[Sample]) -> list[dict]:
+        """Returns the tokens so far of each sample, of prompt and completion, in the format of
+        vLLM's generate. Parts may add keys."""
         return [{"prompt_token_ids": s.prompt.row.prompt_ids + s.ids.tolist()} for s in samples]
 
     def new_tokens(self, output) -> dict:

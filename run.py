@@ -117,7 +117,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     """Builds the Run and all that it holds: reward workers, models, engine. With a checkpoint
     `saved` they continue from it. At the end parts/guards compares the log-probs of
     engine, trainer and transformers. All ranks must call it (a collective)."""
-    pool_class = part.pool(rewards.Pool, args, inputs.scorer.waits)
+    pool_class = part.pool(rewards.Pool, args, inputs.reward_facts.waits)
     decode = decoder(inputs.tokenizer, inputs.ends)
     scorer = pool_class(list(args.reward), args, decode)  # its processes start now
     scorer.progress["max_steps"] = args.steps  # a reward may read it, as TRL's trainer_state

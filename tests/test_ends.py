@@ -164,8 +164,8 @@ def check(tmp_path, seed: int):
         assert row.prompt_ids == [bos][:pick["bos"]] + bare
     finished = row_of({"prompt": row.prompt}, tokenizer)
     if name not in ("texts", "none"):
-        assert finished.finished and finished.prompt_ids == row.prompt_ids
-    assert not row_of({"prompt": "<think>1"}, tokenizer).finished
+        assert finished.rendered and finished.prompt_ids == row.prompt_ids
+    assert not row_of({"prompt": "<think>1"}, tokenizer).rendered
     # What ends.
     (tmp_path / "config.json").write_text(config)
     if generation:
@@ -256,8 +256,8 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat():
     tokenizer.chat_template = ZERO
     for prompt in "<think>a", "</answer>", "<answer> <think>a":
         row = row_of({"prompt": prompt}, tokenizer)
-        assert not row.finished and prompt in row.prompt != prompt
-    assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
+        assert not row.rendered and prompt in row.prompt != prompt
+    assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).rendered
     assert "<think>" not in chat_template.marks_of(tokenizer).begins
 
 

@@ -56,7 +56,8 @@ loss - args.entropy_coef * entropy | loss - args.entropy_coef * entropy.detach()
  | --entropy_coef 0.01
 rewards = rewards - args.kl_reward_coef | rewards = rewards + args.kl_reward_coef\
  | --kl_reward_coef 0.05
-old, engine, micro.row, n_rows | engine, old, micro.row, n_rows | --engine_correction truncate
+old, engine, micro.row_of_token, n_rows | engine, old, micro.row_of_token, n_rows\
+ | --engine_correction truncate
 batch.minibatches(args.minibatches, args.epochs) | batch.minibatches(args.minibatches, 1)
 A = micro.take(advantages).to(logp.dtype) | A = micro.take(advantages).to(logp.dtype).abs()
 batch.all_tokens, args.max_tokens, args.overlong | batch.tokens, args.max_tokens, args.overlong\

@@ -160,8 +160,8 @@ def advantages_of(args, batch: Batch, R, loss_tokens, old, ref):
     if args.advantage not in flags.NAMES["advantage"]:
         one = flags.chosen("advantage", args.advantage)
         row = batch.per_token(torch.arange(len(R)))
-        parts = {part.name: (part.weight, batch.part(part.name))
-                 for part in parse(list(args.reward))}
+        parts = {spec.name: (spec.weight, batch.reward_values(spec.name))
+                 for spec in parse(list(args.reward))}
         A = one.function(
             R, args.group, scored=batch.scored, eps=args.advantage_eps,
             parts=parts, trained=loss_tokens > 0,
@@ -220,8 +220,9 @@ class Stated:
         """The engine correction's, (M,)."""
         if self.args.engine_correction == "none":
             return 1.0
-        return losses.engine_correction(self.old, self.batch.engine_logprobs, self.micro.row,
-                                        n_rows=len(self.micro.rows), **self.args.correction)[0]
+        return losses.engine_correction(
+            self.old, self.batch.engine_logprobs, self.micro.row_of_token,
+            n_rows=len(self.micro.rows), **self.args.correction)[0]
 
     def gradient(self, table) -> torch.Tensor:
         """That of an update at this table of the policy."""
@@ -230,7 +231,7 @@ class Stated:
         chosen = losses.clip_loss  # ppo.py has no other
         if not args.needs_critic:
             chosen = flags.chosen("loss", args.loss).function
-        loss, _ = chosen(logp, self.old, self.A, micro.row, n_rows=len(micro.rows),
+        loss, _ = chosen(logp, self.old, self.A, micro.row_of_token, n_rows=len(micro.rows),
                          engine_logprobs=self.batch.engine_logprobs, draws=micro.draws,
                          **args.bounds)
         loss = loss * self.factors()
@@ -274,7 +275,7 @@ class Stated:
 
     def batch_sum(self, x):
         """Batch.sum_tokens, fast: (M,) → (N,)."""
-        return x.new_zeros(len(self.batch.samples)).index_add(0, self.micro.row, x)
+        return x.new_zeros(len(self.batch.samples)).index_add(0, self.micro.row_of_token, x)
 
     def slope(self, function) -> torch.Tensor:
         """The gradient of a function of the policy's table, by central differences."""

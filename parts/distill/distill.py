@@ -149,10 +149,11 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     micro, args.temperature, formula=formula)  # (n,) each
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
                 A, w = micro.take(advantages).to(logp.dtype), micro.per_token(weights)
-                loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
+                loss, details = losses.clip_loss(  # (n,)
+                    logp, old, A, micro.row_of_token, **args.bounds)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
-                        old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
+                        old, engine, micro.row_of_token, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss,
                             "rollout/logprob_gap_mean": (old - engine).abs(),

@@ -188,11 +188,11 @@ class MixtureEngine(Engine):
         """See Engine."""
         return super().options(max_len) | {"enable_return_routed_experts": self.replays}
 
-    def take(self, weights):
+    def reload(self, weights):
         """See Engine."""
         if not self.on_gpu:
             self.llm.apply_model(forget_packed_experts)
-        super().take(weights)
+        super().reload(weights)
 
     def new_tokens(self, output):
         """See Engine. extras["routes"] (prompt + T - 1, layers, k): of each token that is an input.

@@ -122,7 +122,7 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
         micro = MicroBatch(Batch(copies), [*range(len(copies))], run.world.device)
         with torch.no_grad():
             logprobs, _ = policy.logprobs(micro, run.args.temperature)
-        found.append(logprobs[micro.row == len(copies) - 1].cpu().double())
+        found.append(logprobs[micro.row_of_token == len(copies) - 1].cpu().double())
     return torch.cat(found)
 
 

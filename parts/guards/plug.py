@@ -18,6 +18,6 @@ def check(args, inputs):
     samples = args.needs_rollouts and not args.eval_only  # to train on them
     rows.what_is_shared(trained if samples else [], held_out, warnings)
     scored = trained + held_out if samples else held_out
-    check_rows(inputs.scorer.needs, scored, warnings)
-    made_up.try_once(args, scored, inputs.scorer, warnings)
+    check_rows(inputs.reward_facts.needs, scored, warnings)
+    made_up.try_once(args, scored, inputs.reward_facts, warnings)
     return limits.model_limits(args, inputs.lm.config, trained + held_out)

@@ -16,8 +16,8 @@ def what_is_read(rows: list[Row]) -> str:
     share and that hold none, because some data sets write "proof" or "notfound" where there is no
     answer."""
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
-                              for what, column in row.read.items()) for row in rows)
-    answers = Counter(str(row.answer) for row in rows if row.read.get("answer"))
+                              for what, column in row.origins.items()) for row in rows)
+    answers = Counter(str(row.answer) for row in rows if row.origins.get("answer"))
     words = {word: n for word, n in answers.most_common() if not re.search(r"\d", word)}
     found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
     common = [f"{word!r:.40} {n:,} times" for word, n in words.items() if n > 1][:3]

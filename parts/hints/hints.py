@@ -16,7 +16,7 @@ def of_run(args, inputs):
     """Yields the sentences for a run. inputs: preflight.Inputs."""
     yield from high_rate(args, inputs.shape.params)
     yield from late_counts(args)
-    yield from what_is_unread(args, inputs.rows + inputs.eval_rows, inputs.scorer.reads)
+    yield from what_is_unread(args, inputs.rows + inputs.eval_rows, inputs.reward_facts.reads)
     yield from what_is_not_computed(inputs.lm.config)
 
 
@@ -73,7 +73,7 @@ def what_is_unread(args, rows: list[data.Row], reads: list[str]):
             texts, name = texts_in(value), column.lower()
             long = isinstance(value, list | dict) or len("".join(texts)) > LONG
             if (ASKED.search(name) or long and not BESIDE.search(name)) and not (
-                    column in reads or column in row.read.values() or column in KEYS
+                    column in reads or column in row.origins.values() or column in KEYS
                     or f"{{{column}}}" in template
                     or re.search(rf"\b{re.escape(column)}\b", code)
                     or all(as_words(text.strip(), row.prompt) for text in texts)):

@@ -287,7 +287,7 @@ class TakingEngine(Engine):
         """See Engine."""
         with self.changing():
             if self.request is None:
-                self.take(Base(policy).weights(self.dtype))
+                self.reload(Base(policy).weights(self.dtype))
             self.syncs += 1
             adapter = tensors(policy.module.lm, self.world.device)
             self.request = put_adapter(self.llm, self.config, adapter, self.syncs)

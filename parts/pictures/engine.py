@@ -35,10 +35,10 @@ class LookingEngine(Engine):
         """See Engine."""
         return super().sampling(sample, temperature) | {"logit_bias": {self.eyes.token: NEVER}}
 
-    def prompts(self, samples):
+    def contexts(self, samples):
         """See Engine. One token for each picture, of which vLLM makes more itself. Of ids that are
         those of a tile already it would make still more, and say nothing."""
-        found, seen = super().prompts(samples), [pictures_in(s.prompt.row) for s in samples]
+        found, seen = super().contexts(samples), [pictures_in(s.prompt.row) for s in samples]
         images = {it: [*map(opened, it)] for it in {p.sources for p in seen if p}}  # once
         for prompt, pictures in zip(found, seen, strict=True):
             if pictures:

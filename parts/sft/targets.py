@@ -66,23 +66,23 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args
         return None
     marks.check(replies)
     options = options_of(columns, [*asked_of, *replies], tokenizer)
-    unasked = row.read["prompt"] is None
+    unasked = row.origins["prompt"] is None
     if unasked:
         row = headed(row, [*asked_of, replies[0]], tokenizer, options)
     texts = plain_texts(row.prompt, replies, tokenizer)
-    if tokenizer.chat_template and not row.finished:
+    if tokenizer.chat_template and not row.rendered:
         texts = chat_texts(asked_of, replies, tokenizer, options, row.prompt if unasked else None)
     ids, marked = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
     if not row.prompt_ids:  # no token stands before the first one, so nothing predicts it
         row, ids, marked = replace(row, prompt_ids=ids[:1]), ids[1:], marked[1:]
-    asked = None if unasked else learned if learned in CHATS else asked or row.read["prompt"]
-    read = {"prompt": asked, "learned": learned}
-    return LearnedRow(**vars(row) | {"read": read}, target=(ids, marked)) if ids else None
+    asked = None if unasked else learned if learned in CHATS else asked or row.origins["prompt"]
+    origins = {"prompt": asked, "learned": learned}
+    return LearnedRow(**vars(row) | {"origins": origins}, target=(ids, marked)) if ids else None
 
 
 def begun(index: int, columns: dict, name: str, tokenizer, marks: Marks, args):
     """The row before what is learned, and the messages of its prompt. Where nobody asks, as in
-    pre-training, a question stands in, so that all else is checked; read["prompt"] is None."""
+    pre-training, a question stands in, so that all else is checked; origins["prompt"] is None."""
     asked = messages_of(columns, args.prompt_template, args.system)
     if asked or args.prompt_template:
         return data.make_row(index, columns, name, tokenizer, marks, args), asked
@@ -93,7 +93,7 @@ def begun(index: int, columns: dict, name: str, tokenizer, marks: Marks, args):
     beside = columns | {"prompt": [*chat[:len(chat) - len(silent)], question]}
     row = data.make_row(index, beside, name, tokenizer, marks, args)
     asked = [*messages_of(beside, None, args.system)[:-1], *silent]
-    return replace(row, columns=columns, read={"prompt": None}), asked
+    return replace(row, columns=columns, origins={"prompt": None}), asked
 
 
 def headed(row: Row, chat: list[dict], tokenizer, options: dict) -> Row:
