@@ -4,9 +4,9 @@ It imports no torch. The parameter names of a reward's function show whether the
 completion (our form) or lists of them (TRL's form): docs/use/data_and_rewards.md.
 examples/adapters.py is for functions of verl and EasyR1.
 
-Top to bottom: `Reward` is a loaded function; `find` and the functions below it import its file;
-`read_signature` reads its parameters; and `work`, the last function, is the process: it receives
-completions, has `score` call the rewards, and sends back the results.
+Top to bottom: `work` is the process: it has `load` load the rewards, then receives completions, has
+`score` call the rewards, and sends back the results. `Reward` is a loaded function, `find` and the
+functions below it import its file, and `read_signature` reads its parameters.
 """
 import contextlib
 import ctypes
@@ -34,8 +34,6 @@ from typing import ClassVar, NamedTuple
 
 from answers import GUARDS, REWARDS
 
-# ---- functions ----
-
 ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's trainer_state we have
 LOADING = SimpleNamespace(seconds=0.0)  # extra time for this message, if it is the first; for parts
@@ -53,6 +51,123 @@ class RewardSpec(NamedTuple):
     weight: float
     path: str | None  # the file of a function of the user; None: a built-in reward
 
+
+# ---- the process ----
+#
+# A worker and the trainer (rewards.Worker) talk over a socket. The worker receives pickles: first
+# what to load, then lists of jobs. A job is a list of items that succeeds or fails as a whole: one
+# item, or all items of a prompt if a reward takes groups. The worker sends lines of JSON, because a
+# pickle that a reward wrote could run code in the trainer: first what the pool needs to know of the
+# functions (or a text that explains why they cannot be loaded), then one line of results for each
+# list of jobs. What a reward prints goes to the trainer's output.
+
+def load(specs: list[RewardSpec]) -> tuple[list["Reward"], dict]:
+    """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
+    the names of its attributes (rewards.Pool).
+    """
+    # Built-in rewards first: a file of the user may hide their modules.
+    built_in_first = sorted(specs, key=lambda spec: spec.path is not None)
+    found = {spec: find(spec) for spec in built_in_first}
+    rewards, needs = zip(*(read_signature(spec, found[spec]) for spec in specs), strict=True)
+    named = [*zip(specs, rewards, strict=True)]
+    return [*rewards], {
+        "groups": any(it.groups for it in rewards), "needs": sum(needs, []),
+        "waits": [spec.name for spec, it in named if it.waits],
+        "silent": [spec.name for spec, it in named if it.silent],
+        "reads": sum((it.names for it in rewards), [])}
+
+
+def score(rewards: list["Reward"], jobs: list[list]) -> list[list]:
+    """Does a list of jobs, each a list of items. Returns for each job and each of its items {name
+    of a reward: what it gave} (found_by).
+    """
+    return [by_item({reward.name: found_by(reward, items) for reward in rewards})
+            for items in jobs]
+
+
+def work(fd: int, load=load, score=score) -> None:
+    """Runs a worker process: loads the rewards, then does lists of jobs until the trainer ends.
+    fd: the file descriptor of its socket. load, score: the functions that do this; another module
+    may pass its own.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
+    # A scheduler such as Slurm ends a run by SIGTERM to all of its processes. The trainer finishes
+    # its step, so a worker continues. What a reward forked may have ended: the answer is discarded.
+    disturbed = []
+    signal.signal(signal.SIGTERM, lambda *_: disturbed.append(True))
+    os.register_at_fork(after_in_child=functools.partial(
+        signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    # A process that a reward forks cannot write to the socket, and does not keep it open.
+    os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
+    pipe = socket.socket(fileno=fd)
+    inbox = received(pipe)
+
+    def send(message):
+        # A lone surrogate cannot be encoded, so it is replaced.
+        line = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
+        try:
+            pipe.sendall(line)
+        except OSError:  # this process is a fork, or the trainer has ended
+            os._exit(1)
+
+    to_load = next(inbox, None)
+    if not to_load:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        rewards, told = load(*to_load)
+    except SystemExit as error:  # its text says why a file cannot be used
+        return send(error.code if isinstance(error.code, str) else failure(error))
+    except Exception as error:
+        return send(failure(error))
+    send(told)
+    for progress, LOADING.seconds, jobs in inbox:  # sets LOADING.seconds for each message
+        vars(TRAINER).update(progress)
+        results = score(rewards, jobs)
+        send(None if disturbed else results)
+
+
+def received(pipe: socket.socket):
+    """Yields the messages of the trainer until it closes the socket."""
+    inbox = pipe.makefile("rb")
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(inbox)
+
+
+def found_by(reward: "Reward", items: list) -> list:
+    """Returns for each item what a reward gave: a number, None, or a text that describes an error.
+    A function that takes groups is called once for all items. Any other is called once for each,
+    also if `items` is a group because another reward takes groups. A MemoryError is raised again.
+    """
+    found, size = [], len(items) if reward.groups else 1
+    for start in range(0, len(items), size):
+        some = items[start:start + size]
+        try:
+            found += reward.values(reward.start(some), some)
+        except MemoryError:  # it must end this process: what holds the memory may stay
+            raise
+        except Exception as error:
+            found += [failure(error)] * len(some)
+    return found
+
+
+def failure(error: BaseException) -> str:
+    """Returns the last 2,000 characters of the traceback of an error. Frames of this file and its
+    callers are left out, so it begins in the reward's own files.
+    """
+    trace, callers = error.__traceback__, ("worker", "parts", "asyncio", "importlib")
+    while trace and trace.tb_frame.f_globals["__name__"].partition(".")[0] in callers:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))[-2000:]
+
+
+def by_item(found: dict[str, list]) -> list[dict]:
+    """Returns {name: value} for each item. found: {name of a reward: a value for each item}."""
+    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+
+
+# ---- functions ----
 
 @dataclass
 class Reward:
@@ -225,118 +340,3 @@ def number(value) -> float | None:
         raise kind(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
                    f"a {type(value).__name__})")
     return float(value)
-
-
-# ---- the process ----
-#
-# A worker and the trainer (rewards.Worker) talk over a socket. The worker receives pickles: first
-# what to load, then lists of jobs. A job is a list of items that succeeds or fails as a whole: one
-# item, or all items of a prompt if a reward takes groups. The worker sends lines of JSON, because a
-# pickle that a reward wrote could run code in the trainer: first what the pool needs to know of the
-# functions (or a text that explains why they cannot be loaded), then one line of results for each
-# list of jobs. What a reward prints goes to the trainer's output.
-
-def load(specs: list[RewardSpec]) -> tuple[list[Reward], dict]:
-    """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
-    the names of its attributes (rewards.Pool).
-    """
-    # Built-in rewards first: a file of the user may hide their modules.
-    built_in_first = sorted(specs, key=lambda spec: spec.path is not None)
-    found = {spec: find(spec) for spec in built_in_first}
-    rewards, needs = zip(*(read_signature(spec, found[spec]) for spec in specs), strict=True)
-    named = [*zip(specs, rewards, strict=True)]
-    return [*rewards], {
-        "groups": any(it.groups for it in rewards), "needs": sum(needs, []),
-        "waits": [spec.name for spec, it in named if it.waits],
-        "silent": [spec.name for spec, it in named if it.silent],
-        "reads": sum((it.names for it in rewards), [])}
-
-
-def score(rewards: list[Reward], jobs: list[list]) -> list[list]:
-    """Does a list of jobs, each a list of items. Returns for each job and each of its items {name
-    of a reward: what it gave} (found_by).
-    """
-    return [by_item({reward.name: found_by(reward, items) for reward in rewards})
-            for items in jobs]
-
-
-def found_by(reward: Reward, items: list) -> list:
-    """Returns for each item what a reward gave: a number, None, or a text that describes an error.
-    A function that takes groups is called once for all items. Any other is called once for each,
-    also if `items` is a group because another reward takes groups. A MemoryError is raised again.
-    """
-    found, size = [], len(items) if reward.groups else 1
-    for start in range(0, len(items), size):
-        some = items[start:start + size]
-        try:
-            found += reward.values(reward.start(some), some)
-        except MemoryError:  # it must end this process: what holds the memory may stay
-            raise
-        except Exception as error:
-            found += [failure(error)] * len(some)
-    return found
-
-
-def failure(error: BaseException) -> str:
-    """Returns the last 2,000 characters of the traceback of an error. Frames of this file and its
-    callers are left out, so it begins in the reward's own files.
-    """
-    trace, callers = error.__traceback__, ("worker", "parts", "asyncio", "importlib")
-    while trace and trace.tb_frame.f_globals["__name__"].partition(".")[0] in callers:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))[-2000:]
-
-
-def by_item(found: dict[str, list]) -> list[dict]:
-    """Returns {name: value} for each item. found: {name of a reward: a value for each item}."""
-    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-
-
-def received(pipe: socket.socket):
-    """Yields the messages of the trainer until it closes the socket."""
-    inbox = pipe.makefile("rb")
-    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
-        while True:
-            yield pickle.load(inbox)
-
-
-def work(fd: int, load=load, score=score) -> None:
-    """Runs a worker process: loads the rewards, then does lists of jobs until the trainer ends.
-    fd: the file descriptor of its socket. load, score: the functions that do this; another module
-    may pass its own.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
-    # A scheduler such as Slurm ends a run by SIGTERM to all of its processes. The trainer finishes
-    # its step, so a worker continues. What a reward forked may have ended: the answer is discarded.
-    disturbed = []
-    signal.signal(signal.SIGTERM, lambda *_: disturbed.append(True))
-    os.register_at_fork(after_in_child=functools.partial(
-        signal.signal, signal.SIGTERM, signal.SIG_DFL))
-    # A process that a reward forks cannot write to the socket, and does not keep it open.
-    os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
-    pipe = socket.socket(fileno=fd)
-    inbox = received(pipe)
-
-    def send(message):
-        # A lone surrogate cannot be encoded, so it is replaced.
-        line = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
-        try:
-            pipe.sendall(line)
-        except OSError:  # this process is a fork, or the trainer has ended
-            os._exit(1)
-
-    to_load = next(inbox, None)
-    if not to_load:
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        rewards, told = load(*to_load)
-    except SystemExit as error:  # its text says why a file cannot be used
-        return send(error.code if isinstance(error.code, str) else failure(error))
-    except Exception as error:
-        return send(failure(error))
-    send(told)
-    for progress, LOADING.seconds, jobs in inbox:  # sets LOADING.seconds for each message
-        vars(TRAINER).update(progress)
-        results = score(rewards, jobs)
-        send(None if disturbed else results)
