@@ -1,6 +1,7 @@
 """architecture.py: how a model_type is computed, and its sizes: here, dense text models.
 
-An Architecture says which class of transformers makes a model and what its files call each weight.
+An Architecture says which class of transformers makes a model and which weights its parameters are
+saved as.
 A Shape has the sizes from which memory.py computes memory. model_files.architecture_of chooses the
 Architecture. Where models need more, a part has a subclass of Architecture and of Shape.
 """
@@ -66,12 +67,13 @@ class Architecture:
         return [lm]
 
     def pieces(self, name: str, tensor, first: int = 0):
-        """Yields what the files have of one parameter: (name in the files, tensor, its first row in
-        that tensor of the file).
+        """Yields the weights that one parameter is saved as: (name, tensor, its first row in the
+        tensor of the file), under the names that transformers saves and vLLM loads. A folder's own
+        files may have older names, which model_files.names_in_files finds.
 
         `tensor` holds the rows of the parameter from its row `first` on: a rank has only some of
-        the rows. Here the files have each parameter as it is. A part's subclass may split one, or
-        rename it.
+        the rows. Here each parameter is one weight of its own name. A part's subclass may split
+        one, or rename it.
         """
         yield name, tensor, first
 

@@ -1,7 +1,7 @@
 """model.py: the trainer's weights: load, shard (FSDP2), log-probs, values, optimizer steps.
 
-Top to bottom: `token_logprobs` computes the log-probs of sampled tokens from hidden states. `build`
-makes a LogprobModel or a ValueModel (the critic's), shards it over the ranks and loads its weights.
+Top to bottom: `build` makes a LogprobModel or a ValueModel (the critic's), shards it over the ranks
+and loads its weights. `token_logprobs` computes the log-probs of sampled tokens from hidden states.
 Trained adds the optimizer; a loop calls Policy and Critic. Last come the learning rate and `kinds`,
 which lets parts extend these classes.
 
@@ -28,65 +28,6 @@ from dist import World
 from errors import SettingsError, as_sentence
 from model_files import architecture_of, config_of, load, names_in_files
 from settings import Flags
-
-# ---- log-probs ----
-
-recomputed = partial(recompute, use_reentrant=False, preserve_rng_state=False)
-
-
-def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool):
-    """Computes log π(target) and the entropy of π, both in nats, where π = softmax(head(hidden) /
-    temperature).
-
-    hidden (n, H) with head(hidden) (n, V) and targets (n,) → log-probs (n,), entropies (n,). The
-    entropy takes another pass over all logits, so without `entropy` it is zero. At most `chunk`
-    tokens have logits at once (`in_chunks`).
-    """
-    def some(hidden, targets):
-        """Computes the same for some of the tokens."""
-        logits = head(hidden)
-        function = compiled() if logits.is_cuda else of_logits
-        # A copy: a view's storage offset would be part of the compiled graph.
-        return function(logits, targets.clone(), temperature, entropy)
-
-    return in_chunks(some, chunk, hidden, targets)
-
-
-def in_chunks(function, chunk: int, *tensors):
-    """Applies `function` to tensors (n, …), at most `chunk` rows at once. Returns a tuple of (n,).
-
-    With more than one chunk, the backward pass recomputes the logits, so memory is a few times
-    chunk × V numbers instead of n × V.
-    """
-    if len(tensors[0]) <= chunk:
-        return function(*tensors)
-    if torch.is_grad_enabled():
-        function = partial(recomputed, function)
-    chunks = zip(*(x.split(chunk) for x in tensors), strict=True)
-    return tuple(map(torch.cat, zip(*(function(*some) for some in chunks), strict=True)))
-
-
-def of_logits(logits, targets, temperature: float, entropy: bool):
-    """Computes log-probs and entropies, (n,) each, from logits (n, V). See `token_logprobs`."""
-    if temperature != 1:  # a division is another pass over all logits
-        logits = logits / temperature
-    logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
-    # Squeeze both before subtracting: FSDP's hooks do not accept a view as an output.
-    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,)
-    if not entropy:
-        return logp, torch.zeros_like(logp)
-    logps = logits - logz  # (n, V)
-    return logp, -(logps.exp() * logps).sum(-1)
-
-
-@cache
-def compiled():
-    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1:
-    a chunk recomputed in the backward pass must use the graph of its forward pass, because another
-    one may save different tensors. With n = 0 and 1, with and without gradient, there are 6 graphs;
-    at 9 torch would stop compiling."""
-    return torch.compile(of_logits, dynamic=True)
-
 
 # ---- a model ----
 
@@ -236,7 +177,9 @@ def whole(tensor):
 class Model(nn.Module):
     """A transformers language model, `lm`, with its Architecture. FSDP shards this module."""
     frozen = False  # True: the files' weights are frozen; only what a part adds is trained
-    names: dict[str, str]  # {name in Policy.weights: name in the folder's files} (names_in_files)
+    # {name in Policy.weights: name in the files of this model's folder}, from names_in_files. They
+    # differ where the folder has the older names of some model types.
+    names: dict[str, str]
 
     def __init__(self, lm, args):
         """lm is the `skeleton` of a folder. args is the script's Args."""
@@ -252,7 +195,8 @@ class Model(nn.Module):
 
     def states(self, inputs):
         """Returns the hidden states before the head, (1, S, H), of a packed input: the `inputs` of
-        a batch.MicroBatch."""
+        a batch.MicroBatch. The attention layers call batch.attention (registered in `skeleton`),
+        which gets `packed` from these inputs."""
         return self.lm.base_model(**inputs, use_cache=False).last_hidden_state
 
     def hidden(self, inputs, source):
@@ -276,13 +220,6 @@ class LogprobModel(Model):
         self.scale = text.get("logit_scale", 1.0) / text.get("logits_scaling", 1.0)
         self.cap = text.get("final_logit_softcapping")  # Gemma 2 has one
 
-    def head(self, hidden):
-        """Computes logits (n, V), at least float32, from hidden states (n, H), without the factor
-        `scale`, which `forward` puts into the temperature."""
-        logits = self.lm.lm_head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
-
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
         """Returns what `formula` returns: by default log-probs (n,) in nats and entropies (n,) of
         the tokens `targets` (n,), which the states at `source` (n,) predict."""
@@ -290,6 +227,13 @@ class LogprobModel(Model):
         # π = softmax(scale x head / temperature), so the scale goes into the temperature.
         return formula(self.hidden(inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
+
+    def head(self, hidden):
+        """Computes logits (n, V), at least float32, from hidden states (n, H), without the factor
+        `scale`, which `forward` puts into the temperature."""
+        logits = self.lm.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def hf_logits(self, inputs, keep):
         """Computes logits (m, V) at the m positions `keep` of one row with transformers' own
@@ -325,6 +269,67 @@ class ValueModel(Model):
         values = self.head(hidden).sum(-1)  # not squeeze, which makes a view: see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
+
+# ---- log-probs ----
+
+recomputed = partial(recompute, use_reentrant=False, preserve_rng_state=False)
+
+
+def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool):
+    """Computes log π(target) and the entropy of π, both in nats, where π = softmax(head(hidden) /
+    temperature).
+
+    hidden (n, H) with head(hidden) (n, V) and targets (n,) → log-probs (n,), entropies (n,). The
+    entropy takes another pass over all logits, so without `entropy` it is zero. At most `chunk`
+    tokens have logits at once (`in_chunks`).
+    """
+    def some(hidden, targets):
+        """Computes the same for some of the tokens."""
+        logits = head(hidden)
+        function = compiled() if logits.is_cuda else of_logits
+        # A copy: a view's storage offset would be part of the compiled graph.
+        return function(logits, targets.clone(), temperature, entropy)
+
+    return in_chunks(some, chunk, hidden, targets)
+
+
+def in_chunks(function, chunk: int, *tensors):
+    """Applies `function` to tensors (n, …), at most `chunk` rows at once. Returns a tuple of (n,).
+
+    With more than one chunk, the backward pass recomputes the logits, so memory is a few times
+    chunk × V numbers instead of n × V.
+    """
+    if len(tensors[0]) <= chunk:
+        return function(*tensors)
+    if torch.is_grad_enabled():
+        function = partial(recomputed, function)
+    chunks = zip(*(x.split(chunk) for x in tensors), strict=True)
+    return tuple(map(torch.cat, zip(*(function(*some) for some in chunks), strict=True)))
+
+
+def of_logits(logits, targets, temperature: float, entropy: bool):
+    """Computes log-probs and entropies, (n,) each, from logits (n, V). See `token_logprobs`."""
+    if temperature != 1:  # a division is another pass over all logits
+        logits = logits / temperature
+    logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
+    # Squeeze both before subtracting: FSDP's hooks do not accept a view as an output.
+    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,)
+    if not entropy:
+        return logp, torch.zeros_like(logp)
+    logps = logits - logz  # (n, V)
+    return logp, -(logps.exp() * logps).sum(-1)
+
+
+@cache
+def compiled():
+    """Returns `of_logits`, compiled into few passes over the logits. One graph serves every n > 1:
+    a chunk recomputed in the backward pass must use the graph of its forward pass, because another
+    one may save different tensors. With n = 0 and 1, with and without gradient, there are 6 graphs;
+    at 9 torch would stop compiling."""
+    return torch.compile(of_logits, dynamic=True)
+
+
+# ---- training ----
 
 class Trained:
     """A model with its AdamW optimizer, which a reference model does not use. args: the script's
@@ -400,16 +405,17 @@ class Policy(Trained):
         return load()
 
     def stored(self, dtype=None):
-        """Yields (name in the model, full tensor) for each weight not in `left_out`; a tied weight
-        under each of its names. All ranks must exhaust it (a collective)."""
+        """Yields (name in the model, full tensor) for each parameter and saved buffer not in
+        `left_out`; a tied one under each of its names. All ranks must exhaust it (a collective)."""
         for name, value in self.module.lm.state_dict().items():
             if name not in self.left_out:
                 yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def weights(self, dtype=None):
-        """Yields (name, full tensor) for each weight, one at a time, in `dtype` or its own. One of
-        the model may be several here, as in files (Architecture.pieces), but the folder's files may
-        have other names (Model.names). All ranks must exhaust it (a collective)."""
+        """Yields (name, full tensor) for each weight, one at a time, in `dtype` or its own. One
+        parameter may yield several weights (Architecture.pieces), under the names that transformers
+        saves and vLLM loads; the model folder's own files may have older names (Model.names). All
+        ranks must exhaust it (a collective)."""
         for name, value in self.stored(dtype):
             for there, piece, _ in self.module.architecture.pieces(name, value):
                 yield there, piece
