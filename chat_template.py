@@ -1,8 +1,8 @@
 """chat_template.py: the chat template, and the control tokens that begin and end messages.
 
-`render` applies the chat template, and `prompt_text` gives the text of a prompt. The functions
-after them find the control tokens that begin and end messages, and convert between texts and token
-ids with respect to them.
+Top to bottom: `render` applies the chat template, and `prompt_text` gives the text of a prompt.
+`prompt_ids` and the functions below it convert between texts and token ids; `marks_of` finds the
+control tokens that begin and end messages.
 
 "ids" are token ids. A control token is one of the tokenizer's added tokens, such as <|im_end|>.
 """
@@ -104,7 +104,7 @@ def no_place(name: str) -> SettingsError:
         "others.")
 
 
-# ---- what begins and what ends ----
+# ---- texts ↔ ids ----
 
 def prompt_ids(text: str, tokenizer, add_bos: bool) -> list[int]:
     """Returns the ids of a prompt. If `add_bos` is True, they begin with what the tokenizer puts
@@ -155,6 +155,25 @@ def texts_of(ids: list[int], tokenizer) -> list[str]:
     return [known[i].content for i in ids if i in known]
 
 
+def decoder(tokenizer, eos_ids: list[int]):
+    """Returns a function that decodes the ids of a completion (a list or array) into the text for a
+    reward. The text leaves out the tokens that end, begin or pad a text. Other control tokens, such
+    as <think>, stay in it as words of the model.
+    """
+    texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
+    silent = {i for i, t in known.items() if t.content in texts}
+
+    def decode(ids) -> str:
+        ids = [int(i) for i in ids]
+        if ids and ids[-1] in eos_ids:  # the end token may be an ordinary token
+            ids.pop()
+        return tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False,
+                                clean_up_tokenization_spaces=False)
+    return decode
+
+
+# ---- the control tokens that begin and end messages ----
+
 class Marks(NamedTuple):
     """The control tokens of a tokenizer and its chat template, as texts."""
     begins: list[str]  # those that begin a chat or a message
@@ -174,23 +193,6 @@ class Marks(NamedTuple):
             if any(form in text for form in forms for text in texts):
                 raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
                                     "this model. Would work: without it.")
-
-
-def decoder(tokenizer, eos_ids: list[int]):
-    """Returns a function that decodes the ids of a completion (a list or array) into the text for a
-    reward. The text leaves out the tokens that end, begin or pad a text. Other control tokens, such
-    as <think>, stay in it as words of the model.
-    """
-    texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
-    silent = {i for i, t in known.items() if t.content in texts}
-
-    def read(ids) -> str:
-        ids = [int(i) for i in ids]
-        if ids and ids[-1] in eos_ids:  # the end token may be an ordinary token
-            ids.pop()
-        return tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False,
-                                clean_up_tokenization_spaces=False)
-    return read
 
 
 def marks_of(tokenizer, eos_ids=()) -> Marks:
