@@ -116,7 +116,9 @@ class LossArgs(ClipArgs):
 
 # ---- functions of a file
 
-NAMES = {"loss": losses.LOSSES, "advantage": dict.fromkeys(  # of built-in functions
+# The built-in names. For an advantage, group_advantages only holds the place: it is not called
+# through this table. grpo.compute_advantages chooses by the name.
+NAMES = {"loss": losses.LOSSES, "advantage": dict.fromkeys(
     ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
 TAKES = {  # arguments of such a function: the positional ones, and those by name
     "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
@@ -275,7 +277,7 @@ class RunArgs(Flags):
 class CommonArgs(DataArgs, EngineArgs, ModelArgs, OptimizerArgs, RewardArgs, EvalArgs, RunArgs,
                  PlanArgs, *part.asked("Flags").values()):
     """The flags that all scripts have: those of each component and of each part, and here those
-    that several files read. The usual ones come first."""
+    that several files read. The usual ones come first. It also reads the rows (`load_rows`)."""
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (from tiny.py)."""
     data: str = "tiny"
@@ -341,7 +343,7 @@ class CommonArgs(DataArgs, EngineArgs, ModelArgs, OptimizerArgs, RewardArgs, Eva
         spec = getattr(self, flag)
         if not spec:
             return []
-        make = part.make_row(make, self, inputs, spec)
+        make = part.make_row(make, self, inputs, spec)  # `make` itself, unless a part wraps it
         rows, note = load(spec, inputs.tokenizer, self, seed=seed, make=make,
                           eos_ids=inputs.ends)
         inputs.notes.append(f"--{flag} {note}")

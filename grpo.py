@@ -99,7 +99,7 @@ class Args(flags.LossArgs, CommonArgs):
 
 def train(args: Args) -> int:
     """Runs the training loop and returns the exit status. Every rank runs every line."""
-    run = set_up(args)  # join, check, read the rows, open, build, resume
+    run = set_up(args)  # join, check, render and tokenize the rows, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations and run.evaluate(step):  # --stop_at is reached
@@ -111,7 +111,8 @@ def train(args: Args) -> int:
                 # 1. Rollout: G completions for each of P prompts.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
-                # 2. Reward: a number for each completion, or None if it cannot be scored.
+                # 2. Reward: a number for each completion, or None if it cannot be scored. The
+                # engine stays awake, because a refill may sample again.
                 score_samples(run.scorer, run.world, run.log, samples, args.group)
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # sample until the rewards of enough groups differ
@@ -147,7 +148,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
     # This is the default; `compute_advantages` has the others, some of which vary by token.
     # If they depend on old log-probs, those are computed here, for all completions.
-    old_logprobs = ref_logprobs = None  # (M,)
+    old_logprobs = ref_logprobs = None  # (M,) once computed
     if args.advantage_uses_old:
         with phase("logprobs"):
             old_logprobs, ref_logprobs = logprobs_before(args, world, batch, policy, reference)
@@ -162,7 +163,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     total = batch.sum_tokens(advantages.abs())  # (M,) → (N,): summed over each completion's tokens
     learns = ((total > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
-        with phase("logprobs"):
+        with phase("logprobs"):  # by default neither is needed: (None, None), without a pass
             old_logprobs, ref_logprobs = logprobs_before(
                 args, world, batch, policy, reference, learns)
 

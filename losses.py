@@ -187,9 +187,9 @@ def whiten(values, among):
 # Each is called with logp (n,), which has a gradient, old, A, row (n,), and the keyword arguments
 # n_rows, engine_logprobs (n,), clip_low, clip_high, dual_clip, and draws: a function that returns a
 # random number for each token, for a loss that needs one. It returns token_loss (n,), metrics. A
-# loss names the parameters it uses; **others takes the rest (clip_loss and gspo_loss pass all of it
-# to _clipped, as **bounds). row and n_rows are for a loss over whole completions. With one update
-# per rollout r = 1, and the gradient is REINFORCE's.
+# loss names the parameters it uses; **others takes the rest. **bounds of clip_loss and gspo_loss is
+# all of the rest, from which _clipped takes the bounds. row and n_rows are for a loss over whole
+# completions. With one update per rollout r = 1, and the gradient is REINFORCE's.
 # The metrics, (n,) each, are averaged with the loss weights:
 #
 #   ratio        r_t, or GSPO's s

@@ -56,8 +56,9 @@ def answer_of(columns: dict) -> tuple[str | None, object]:
 def chat_of(column: str, value, role: str | None) -> list[dict]:
     """The messages of a column: a list of them, or its JSON text.
 
-    Each content becomes one text, and each call's arguments an object. A weight stays where it is
-    0. role: whose message a plain text is; None: the column must hold a chat.
+    Each content becomes one text, and each call's arguments an object. `weight` is kept only where
+    it is 0 (parts/sft reads it). role: whose message a plain text is; None: the column must hold a
+    chat.
     """
     if isinstance(value, str) and role and not CHAT.match(value):
         return [{"role": role, "content": value}]
@@ -117,10 +118,10 @@ def call_of(stored) -> dict:
 
 # ---- a row → messages ----
 
-def messages_of(columns: dict, template: str | None, system: str | None) -> list[dict]:
+def messages_of(columns: dict, prompt_template: str | None, system: str | None) -> list[dict]:
     """The chat of a row, which ends where the model is asked. []: the row asks nothing.
 
-    template, system: --prompt_template and --system. SettingsError: the row has no prompt column,
+    prompt_template, system: the flags of these names. SettingsError: the row has no prompt column,
     or a column of CHATS ends with what the assistant says. (A `prompt` may: it is continued.)
     """
     there = not_null(columns)
@@ -130,9 +131,9 @@ def messages_of(columns: dict, template: str | None, system: str | None) -> list
     messages = chat_of(column, there[column], "user") if column else []
     last = messages[-1] if messages else {"role": "user", "content": ""}
     answered = last["role"] == "assistant" and (column in CHATS or "tool_calls" in last)
-    if template is not None and (answered or not column):
-        last = {"role": "user", "content": fill_template(template, columns)}
-        messages, template = [last], None
+    if prompt_template is not None and (answered or not column):
+        last = {"role": "user", "content": fill_template(prompt_template, columns)}
+        messages, prompt_template = [last], None
     elif answered:
         raise SettingsError(f"{column} ends with what the assistant says. Would work: a chat that "
                             "ends before it.")
@@ -141,8 +142,8 @@ def messages_of(columns: dict, template: str | None, system: str | None) -> list
                             f"{', '.join(PROMPTS)}, or --prompt_template, such as "
                             "'{instruction} {input}' for Alpaca's.")
     asked = last["content"]
-    if asked.strip() and template is not None:
-        asked = fill_template(template, {"question": asked, **columns, "prompt": asked})
+    if asked.strip() and prompt_template is not None:
+        asked = fill_template(prompt_template, {"question": asked, **columns, "prompt": asked})
         messages = [*messages[:-1], last | {"content": asked}]
     if not asked.strip() and last["role"] != "tool":
         return []
@@ -155,14 +156,15 @@ def messages_of(columns: dict, template: str | None, system: str | None) -> list
     return messages
 
 
-def fill_template(template: str, columns: dict) -> str:
-    """The template with each {name} replaced by that column, except in the braces of LaTeX.
-    SettingsError: it names no column, or one that the row does not have."""
+def fill_template(prompt_template: str, columns: dict) -> str:
+    """The --prompt_template with each {name} replaced by that column, except in the braces of
+    LaTeX. SettingsError: it names no column, or one that the row does not have."""
     pattern = r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{([A-Za-z_]\w*)\}"
-    names = {*re.findall(pattern, template)} - {""}
+    names = {*re.findall(pattern, prompt_template)} - {""}
     if not names or names - columns.keys():
-        raise SettingsError(f"--prompt_template {template!r} must name one or more columns of the "
-                            f"row ({', '.join(columns)}); plain braces are {{ word }}.")
+        raise SettingsError(f"--prompt_template {prompt_template!r} must name one or more columns "
+                            f"of the row ({', '.join(columns)}); plain braces are {{ word }}.")
     there = {"": None} | not_null(columns)  # an empty cell is an empty text
     return re.sub(
-        pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
+        pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0],
+        prompt_template)
