@@ -22,8 +22,9 @@ from step import SIZES, random_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("rollout", "reward", "update", "sync", "step")
+# A random reward, because a random model solves no task, and equal rewards make no update.
 FLAGS = """--batch 64 --group 8 --max_prompt_tokens 64 --max_tokens 128 --lr 1e-9 --no-export
-           --samples_every 1000000""".split()
+           --samples_every 1000000 --reward examples/coin.py:coin""".split()
 
 HOST = ("", "--longest 16384", "--max_tokens 32768")  # flags of host.py
 

@@ -9,8 +9,8 @@ rollout   engine.sample (requests, generate, gather) against a bare LLM.generate
           requests, with the same seeds and log-probs.
 update    grpo.learn (batch, advantages, micro-batches, loss, metrics, AdamW) against transformers'
           forward, a log-softmax over every position, backward and AdamW, over the same real tokens.
-          Padding does not count as work. The bare loop gets our own micro-batches ("sorted"), and
-          the same rows in their order ("in order"). The lengths are spread 1:20.
+          Padding does not count as work. The bare loop gets 16 rows at a time, by their length
+          ("sorted") and in their order ("in order"). The lengths are spread 1:20.
 score     the pass of old log-probs, likewise, without a gradient.
 rest      the loop of grpo.train: the share of a step that is not rollout, reward, score or update.
 batch, group, max_tokens: seconds of a whole step (sync, rollout, reward, update) as it doubles.
@@ -163,8 +163,9 @@ def update_and_score(run: Run, times: int, only: list[str]) -> None:
     samples = spread_samples(run, 128 if a.model.endswith("3m") else 32)
     batch, (lm, optimizer) = Batch(samples), bare_model(a.model)
     tokens, rows = sum(p + c for _, p, c in batch.sizes), list(range(len(samples)))
-    in_order = [rows[i:i + 16] for i in range(0, len(rows), 16)]
-    ours = [m.rows for m in batch.micro_batches(run.world, rows, a.update_tokens, "bench")]
+    by_length = sorted(rows, key=lambda row: len(samples[row].ids))
+    in_order, by_length = (
+        [some[i:i + 16] for i in range(0, len(rows), 16)] for some in (rows, by_length))
 
     def learn():
         grpo.learn(a, run.world, run.policy, samples, lr=1e-6)
@@ -188,8 +189,8 @@ def update_and_score(run: Run, times: int, only: list[str]) -> None:
                                         ("score", "Batch.forward", score, bare_score)):
         if name in only:
             show(f"{name}, lengths 16 to 320", rounds({
-                phase: function, "bare, sorted": lambda bare=bare: bare(ours),
-                "bare, in order by 16": lambda bare=bare: bare(in_order)}, times), tokens)
+                phase: function, "bare, sorted": lambda bare=bare: bare(by_length),
+                "bare, in order": lambda bare=bare: bare(in_order)}, times), tokens)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def main(options: argparse.Namespace) -> None:
     args = grpo.Args(
         model=random_model(options.model), batch=16, group=8, max_tokens=128, steps=6, lr=1e-9,
         name=f"bench-step-{os.getpid()}", max_prompt_tokens=64,
-        export=False, samples_every=10**9)
+        export=False, samples_every=10**9, save_every=0, reward=("examples/coin.py:coin",))
     run = set_up(replace(args, max_tokens=512))        # the longest that the engine gets, in growth
     run.args, run.engine.max_tokens = args, args.max_tokens
     parameters = sum(p.numel() for p in run.policy.module.parameters())

@@ -78,10 +78,10 @@ def test_what_needs_another_machine_is_planned(walked):
 
 
 def test_a_block_that_does_not_end_is_killed_with_its_processes(walked):
-    began = time.monotonic()
-    verdicts, _, said = walked(fenced("sleep 987 & sleep 987") + fenced("echo 5", "5"), limit=1)
+    began, long = time.monotonic(), f"sleep 987.{os.getpid()}"
+    verdicts, _, said = walked(fenced(f"{long} & {long}") + fenced("echo 5", "5"), limit=1)
     assert verdicts == {"WRONG": 1, "ok": 2} and time.monotonic() - began < 20, said
-    assert not subprocess.run(["pgrep", "-f", "sleep 987"], capture_output=True).stdout
+    assert not subprocess.run(["pgrep", "-f", long], capture_output=True).stdout
 
 
 def test_the_short_walk_caps_steps_and_compares_what_two_steps_print(walked):
