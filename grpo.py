@@ -196,9 +196,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 A = micro.take(advantages).to(logp.dtype)  # (M,) → (n,)
                 w = micro.per_token(weights)  # (N,) → (n,)
                 engine = micro.engine_logprobs
-                loss, details = policy_loss(
-                    logp, old, A, micro.row_of_token, n_rows=len(micro.rows),
-                    engine_logprobs=engine, draws=micro.draws, **args.bounds)
+                loss, details = policy_loss(logp, old, A, micro.row_of_token,
+                                            n_rows=len(micro.rows), engine_logprobs=engine,
+                                            draws=micro.draws, **args.bounds)
                 if args.engine_correction != "none":  # the KL and entropy terms are left alone
                     factors, found = losses.engine_correction(
                         old, engine, micro.row_of_token, n_rows=len(micro.rows), **args.correction)
