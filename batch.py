@@ -64,15 +64,15 @@ def cut(sizes: list[Size], budget: int) -> list[list[int]]:
     budget keys. Raises a ValueError if a single row has more tokens than the budget.
     """
     micros, last, room, keys = [], None, 0, 0
-    for row, (prompt, p, c) in enumerate(sizes):
+    for row, (owner, p, c) in enumerate(sizes):
         if p + c > budget:
             raise ValueError(f"row {row} has {p + c} tokens; the budget is {budget}")
-        new = c - 1 if prompt == last else p + c - 1
+        new = c - 1 if owner == last else p + c - 1
         if not micros or new > room or p + c > keys:
             micros.append([])
             new, room, keys = p + c, budget, KEYS * budget  # p + c, as in the check above
         micros[-1].append(row)
-        last, room, keys = prompt, room - new, keys - p - c
+        last, room, keys = owner, room - new, keys - p - c
     return micros
 
 
@@ -217,8 +217,9 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
     """Computes the attention of a packed input, with the signature of a transformers attention
     function: query, key and value (1, heads, S, d) → (1, S, heads, d), None.
 
-    packed: the Packed of the input. scaling: the factor on the scores. sliding_window: how many
-    keys a query attends to, itself included. softcap: a bound on the scores.
+    packed: the Packed of the input, which says what each token sees; attention_mask is not read.
+    scaling: the factor on the scores. sliding_window: how many keys a query attends to, itself
+    included. softcap: a bound on the scores.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
     # The half-precision GPU kernel supports head sizes up to 256, and no cap.

@@ -20,8 +20,9 @@ import part
 from errors import SettingsError
 from messages import from_json, not_null
 
-# transformers 5.23 and newer give a template a text in place of a function. So `strftime_now` is a
-# macro: it finds what the clock says in a dict, and raises an error for a format that is missing.
+# transformers 5.23 and newer pass a function to a template as a text, which cannot be
+# called. So `strftime_now` is a macro: it finds what the clock says in a dict, and raises an error
+# for a format that is missing.
 MISSING = "strftime_now has no text for the format "
 DATED = ("{% macro strftime_now(format) %}{{ strftime_texts[format] if format in strftime_texts "
          f"else raise_exception('{MISSING}' ~ format) }}}}{{% endmacro %}}\n")
@@ -217,14 +218,14 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
                 text = render(chat, tokenizer, {})
         runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
                 for part in text.split("QX7")]
-        return [re.findall(token, run) for run in runs] + [[]] * 3
+        return [re.findall(token, run) for run in runs] + [[]] * 3  # a refused chat has none
 
     # Of ChatML: [<|im_start|>], [<|im_end|>, <|im_start|>], [<|im_end|>].
     before, header, closing, *_ = written("user", "assistant")
-    again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
+    replied, system = written("user", "assistant", "user")[2], written("system", "user")[0]
     header = [t for t in header if t not in closing][:1]  # the first: <think> may follow
-    begins = [t for t in before + system + again + header if t not in closing]
-    begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
+    begins = [t for t in before + system + replied + header if t not in closing]
+    begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + replied)[:1]
     silent = {*begins, *end, *texts_of(eos_ids, tokenizer), tokenizer.eos_token,
               tokenizer.pad_token}
     # A tokenizer that does not use the library `tokenizers` has no backend_tokenizer.

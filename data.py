@@ -150,7 +150,8 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks,
              args: DataArgs) -> Row | None:
     """Makes a Row from a stored row with the values `columns`. None: its prompt is empty.
     ValueError, SettingsError: it cannot be read, or the chat template has no place for part of it.
-    name: the data's name. marks: texts that the row must not contain.
+    name: the data's name. marks: the template's control tokens. A text that begins with one is a
+    rendered chat already; any other must contain none.
     """
     columns = plain(columns, "")
     messages = messages_of(columns, args.prompt_template, args.system)

@@ -350,8 +350,8 @@ class CommonArgs(DataArgs, EngineArgs, ModelArgs, OptimizerArgs, RewardArgs, Eva
         return rows
 
     def formula(self, reference, micro):
-        """Returns the formula that an update passes to Policy.logprobs. None, as here, means
-        log-probs."""
+        """Returns a formula for `Policy.logprobs`, from a script whose update computes something
+        else from the logits, such as parts/distill. None, as here, means log-probs."""
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (settings.Flags)."""
@@ -451,7 +451,8 @@ def parse_again(kind: type, description: str, words: list[str], kept: dict):
 
 def with_headings(args) -> type:
     """Returns the Args as tyro shows it, with the values of args as its defaults: the flags of each
-    section are in a field of their own, a heading of --help, and are not read beside it."""
+    section are in a field of their own, a heading of --help. The inherited fields of the same names
+    are init=False, so that tyro does not offer them twice."""
     found = {type(one).__name__.replace("Args", "_args").lower(): one for one in sections(args)}
     inside = {name for one in found.values() for name in vars(one)}
     return make_dataclass(type(args).__name__, [

@@ -15,6 +15,7 @@ periodic updates of the reference model.
 Read `train`, then `learn`. The formulas are in losses.py and variants/. Shapes: P prompts, G
 completions per prompt, N = P·G completions in request order, and M sampled tokens, concatenated
 over the completions. All of these are the same on every rank. A micro-batch has n of the M tokens.
+In `learn` a row is a completion, not a row of --data.
 """
 from contextlib import nullcontext
 from copy import deepcopy
@@ -119,7 +120,7 @@ def train(args: Args) -> int:
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
-            lr = learning_rate(step, args.steps, args.lr, args)
+            lr = learning_rate(step, args.steps, args.lr, args)  # preflight.py chose an absent --lr
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
             metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,

@@ -79,7 +79,8 @@ def score_samples(pool: "Pool", world: World, log, samples: list, group: int) ->
 
 def item_of(sample) -> dict:
     """Returns the arguments of a reward's function for a sample, by the names of the parameters:
-    worker.ITEM. `columns` are those of its row, which are arguments too.
+    worker.ITEM. `columns` holds the columns of its row, each of which becomes an argument under its
+    own name (Reward.given).
     """
     row = sample.prompt.row
     return {"prompt": row.prompt, "completion": sample.text, "answer": row.answer,
@@ -296,8 +297,8 @@ class Pool:
         # For `report`: jobs since the last score; whether a failure was printed.
         self.unanswered, self.warned = 0, False
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        # The threads take lists of jobs from the inboxes. A job is a slice of the items. None ends
-        # a thread.
+        # The threads take lists of jobs from the inboxes. A job is a slice of `self.items`, and its
+        # results go to that slice of `self.found`: `ask` makes both. None ends a thread.
         self.inboxes = self.make_inboxes(self.args.reward_workers if self.specs else 0)
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]

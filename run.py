@@ -143,11 +143,12 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 def build_models(args, world: dist.World, inputs: Inputs):
     """Builds (policy, reference, critic). reference and critic are None if the run needs none. All
     ranks must call it (a collective)."""
-    def made(folder: str, trained: bool, kind: str = "policy", module: str = "logprob_model"):
-        """Builds one model from a folder. kind, module: the classes, as fields of model.Kinds."""
+    def made(folder: str, trained: bool, wrapper="policy", module="logprob_model"):
+        """Builds one model from a folder. module: the nn.Module's class. wrapper: the class that
+        holds it and steps the optimizer. Both are names of fields of model.Kinds."""
         kinds = model.kinds(args, config_of(folder), trained)
         built = model.build(getattr(kinds, module), folder, world, args, trained)
-        return getattr(kinds, kind)(built, world, args)
+        return getattr(kinds, wrapper)(built, world, args)
 
     def load_reference():
         """Builds the reference model from its files."""

@@ -36,11 +36,12 @@ from answers import GUARDS, REWARDS
 
 ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # the part of TRL's trainer_state we have
-LOADING = SimpleNamespace(seconds=0.0)  # extra time for this message, if it is the first; for parts
+# Extra time for this message, if it is the first. Only parts read it, which time single calls.
+LOADING = SimpleNamespace(seconds=0.0)
 
 # The item, which a worker gets for each completion (rewards.item_of): one entry per argument name,
-# and `columns`, those of its row, which are arguments too. With these empty values `read_signature`
-# finds out which names there are.
+# and `columns`, a dict of the row's columns, each of which is an argument of its own name. With
+# these empty values `read_signature` finds out which names there are.
 ITEM = {"prompt": "", "completion": "", "answer": None, "tokens": 0, "truncated": False,
         "completion_ids": [], "turns": [], "columns": {}}
 
@@ -55,11 +56,12 @@ class RewardSpec(NamedTuple):
 # ---- the process ----
 #
 # A worker and the trainer (rewards.Worker) talk over a socket. The worker receives pickles: first
-# what to load, then lists of jobs. A job is a list of items that succeeds or fails as a whole: one
-# item, or all items of a prompt if a reward takes groups. The worker sends lines of JSON, because a
-# pickle that a reward wrote could run code in the trainer: first what the pool needs to know of the
-# functions (or a text that explains why they cannot be loaded), then one line of results for each
-# list of jobs. What a reward prints goes to the trainer's output.
+# what to load, then messages (progress of the run, extra seconds for loading, list of jobs). A job
+# is a list of items that succeeds or fails as a whole: one item, or all items of a prompt if a
+# reward takes groups. The worker sends lines of JSON, because a pickle that a reward wrote could
+# run code in the trainer: first what the pool needs to know of the functions (or a text that
+# explains why they cannot be loaded), then one line of results for each message. What a reward
+# prints goes to the trainer's output.
 
 def load(specs: list[RewardSpec]) -> tuple[list["Reward"], dict]:
     """Loads the functions of --reward. Returns them, and what the pool needs to know of them, by
@@ -178,7 +180,7 @@ class Reward:
     open: bool  # it takes any other argument too: it has **kwargs
     groups: bool = False  # True: one call takes all completions of a prompt, as in TRL
     words: ClassVar = ("completions", "completion", "turns")  # it needs one of these parameters
-    nothing: ClassVar = ITEM  # for the names that `given` returns
+    nothing: ClassVar = ITEM  # an item with empty values: `given` of it has every name
 
     def given(self, items: list) -> dict:
         """Returns {name: argument} of all arguments that the function may declare. items: one

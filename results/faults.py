@@ -212,7 +212,7 @@ PUBLISHED = [
     published("second pass without a step", "tenstorrent/tt-blacksmith", 731, OPTION, "batch.py",
               "for k in range(count)] * epochs", "for k in range(count)]", flags="--epochs 2"),
     published("prompts in no budget", "verl-project/verl", 7553, OPTION, "batch.py",
-              "new = c - 1 if prompt == last else p + c - 1", "new = c - 1",
+              "new = c - 1 if owner == last else p + c - 1", "new = c - 1",
               flags="--update_tokens 256"),
     published("weights stay behind", "huggingface/trl", 5312, ENGINE, "rollout.py",
               "        with self.changing():\n            self.reload(policy.weights(self.dtype))",
