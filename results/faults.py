@@ -53,7 +53,7 @@ RULES = {number: Fault(str(number), *patch, **more) for number, (*patch, more) i
         dict(flags="--batch 63 --group 7", ranks=2)),
     4: ("batch.py", "micros = pad_to_multiple(micros or [[]], rounds * ranks, [])",
         "micros = micros or [[]]", dict(flags="--batch 1 --group 2", ranks=3)),
-    5: ("batch.py", "if not micros or new > room or p + c > keys:", "if prompt != last:",
+    5: ("batch.py", "if not micros or new > room or p + c > keys:", "if owner != last:",
         dict(flags="--update_tokens 80")),
     6: ("grpo.py", 'rows, args.update_tokens, "update"', 'rows, args.logprob_tokens, "update"',
         dict(flags="--update_tokens 1024")),
