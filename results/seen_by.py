@@ -13,8 +13,11 @@ Each patch is put into one copy of the tracked files, and the detectors are aske
     tests    a test of TESTS fails
     run      in 35 steps of the sort job a metric leaves its healthy range (parts/report), the run
              ends with an error, misses its grade, or has a warning of its report
+    kills    tests/faults.py: a run that is killed twice ends otherwise than one that is not
+    suite    a test of SUITE fails
 
-Once one before step 1 saw it, the others are not asked (without --all). Sound changes come first: a
+Once one before step 1 saw it, the others are not asked (without --all), and the last two are asked
+only of what no other has seen, since they take the longest. Sound changes come first: a
 detector, test, promise or metric that reports one of them counts as noise for every mistake. So
 does one that reports the shipped code with the flags of a mistake, for this mistake. Results are
 files of runs/faults/, one for each patch; --table collects them in results/faults.json.
@@ -48,12 +51,14 @@ from results.faults import FAULTS, PUBLISHED, RULES, SOUND, Fault
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, FILE, PAGE = ROOT / "runs/faults", ROOT / "results/faults.json", "docs/learn/details.md"
 TESTS = ("losses", "left_out")  # tests/test_NAME.py: those of numbers that take seconds
+SUITE = tuple("numbers ends rows run resume engine model rewards dist".split())  # and minutes
 STEPS, STOP = 35, 18  # of the job; where one that is resumed was stopped
 SHORT = "--max_tokens 16 --max_prompt_tokens 64"
 JOB = f"{SHORT} --warmup_steps 10 --samples_every 100 --no-export --no-report"
 GRADED = "--eval_data tiny@test --target_reward 0.2 0.95 --target_eval 0.1 0.95"
-LIMIT = 600  # seconds of a detector: what takes longer hangs
-ORDER = "plan start prove tests run".split()
+LIMIT = 900  # seconds of a detector: what takes longer hangs
+ORDER = "plan start prove tests run kills suite".split()
+LAST = ("run", "kills", "suite")  # asked of what no other has seen
 
 
 # ---- the copy
@@ -162,17 +167,34 @@ def prove(tree: Tree, fault: Fault, record: dict) -> list:
     return [[f"prove {name}", 0, f"{name} {verdict}"[:300]] for name, verdict in found]
 
 
-def tests(tree: Tree, fault: Fault, record: dict) -> list:
-    """A test of numbers fails, or cannot be collected. The first one ends it."""
+def tests(tree: Tree, fault: Fault, record: dict, names: tuple = TESTS) -> list:
+    """A test of numbers fails, or cannot be collected. The first one ends it, unless the change is
+    sound. Those that a sound change fails are not run."""
+    words = [] if fault in SOUND else ["-x"] + [
+        f"--deselect={key.removeprefix('test ')}" for key in noise() if key.startswith("test ")]
     status, text = tree.run(*tree.start(
-        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line",
-        *(f"tests/test_{name}.py" for name in TESTS)))
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *words,
+        *(f"tests/test_{name}.py" for name in names)))
     found = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", text, re.M)
     if status not in (0, None) and not found:
         found = [("none ran", sentence(text))]
     if status is None:
         found = [("hangs", f"no end in {LIMIT} s")]
     return [[f"test {name}", 0, f"{name}: {why}"[:300]] for name, why in found]
+
+
+def suite(tree: Tree, fault: Fault, record: dict) -> list:
+    """The same of tests that start engines and runs."""
+    return tests(tree, fault, record, SUITE)
+
+
+def kills(tree: Tree, fault: Fault, record: dict) -> list:
+    """A run that is killed and goes on differs from one that is not, or cannot go on."""
+    status, text = tree.run(*tree.start(
+        "tests/faults.py", "--kills", "2", "--script", fault.script.removesuffix(".py"), "--ranks",
+        str(fault.ranks), *shlex.split(fault.flags)))
+    found = re.findall(r"^(step \d+: (\S+) is .* and .*)$", text, re.M)
+    return [["kills", 0, (found[0][0] if found else sentence(text))[:300]]] if status else []
 
 
 def run(tree: Tree, fault: Fault, record: dict, seed: int = 0, noise: frozenset = frozenset(),
@@ -299,7 +321,7 @@ def signals(fault: Fault, record: dict, detectors=ORDER) -> list:
     """(step, detector, sentence) of what counts, the first one first. With flags of its own, only
     what the shipped code with these flags was asked for and does not give."""
     loud, other = noise(), record_of(as_shipped(fault)) if alone(fault) else {}
-    asked = {*other, "tests"} if alone(fault) else {*record}  # tests know of no flags
+    asked = {*other, "tests", "suite"} if alone(fault) else {*record}  # tests know of no flags
     found = [(step, ORDER.index("run" if name == "first steps" else name), said)
              for name in (*detectors, "first steps") if name in asked
              for key, step, said in record.get(name, []) if key not in loud | keys(other)]
@@ -317,7 +339,7 @@ def look_for(tree: Tree, fault: Fault, detectors: list[str], everything: bool, w
     for detector in detectors:
         record = record_of(fault)
         seen = signals(fault, record, ORDER)
-        if not everything and (any(step == 0 for step, *_ in seen) or seen and detector == "run"):
+        if not everything and (any(step == 0 for step, *_ in seen) or seen and detector in LAST):
             return
         options = {}
         if detector == "run":  # with flags of its own it is not known yet what is noise
@@ -325,7 +347,7 @@ def look_for(tree: Tree, fault: Fault, detectors: list[str], everything: bool, w
         found = ask(tree, fault, detector, **options)
         if detector == "start":
             found = found + record_of(fault)["first steps"]
-        if found and alone(fault) and detector != "tests":
+        if found and alone(fault) and detector not in ("tests", "suite"):
             ask(tree, as_shipped(fault), detector, **options)
 
 
@@ -366,8 +388,8 @@ def word(fault: Fault) -> str:
         step, name, _ = seen[0]
         return f"step {step}" if step else {"run": "start"}.get(name, name)
     judged = record_of(as_shipped(fault)) if alone(fault) else record
-    return "not" if all(name in record and (name in judged or name == "tests" or not record[name])
-                        for name in ORDER) else "not run"
+    return "not" if all(name in record and (name in judged or name in ("tests", "suite")
+                                            or not record[name]) for name in ORDER) else "not run"
 
 
 def legend(words: dict[str, str]) -> str:
@@ -375,9 +397,10 @@ def legend(words: dict[str, str]) -> str:
     def count(faults) -> str:
         found = [words[one.name] for one in faults]
         ran = [it for it in found if it != "not run"]
-        early = sum(not it.startswith(("step", "not")) for it in ran)
-        return (f"{early} of {len(ran)} before the first update and "
-                f"{sum(it.startswith('step') for it in ran)} later")
+        late, long = (sum(it.startswith(names) for it in ran) for names in ("step", LAST))
+        early = len(ran) - late - long - ran.count("not")
+        return (f"{early} of {len(ran)} before the first update, {late} later and {long} by kills "
+                "or suite")
 
     files = " and ".join(f"`test_{name}.py`" for name in TESTS)
     false = sum(bool(signals_of_sound(one)) for one in SOUND)
@@ -386,7 +409,8 @@ def legend(words: dict[str, str]) -> str:
         "*Seen by*: who reports it first. plan: `--plan`. start: the checks and the comparison "
         f"before step 1. prove: `./run.sh prove`. tests: {files}. step N: a metric that leaves its "
         "range in the report, an error or the grade, in 35 steps of the sort job with flags with "
-        f"which it acts. Of these rules {count(RULES.values())}; of {len(PUBLISHED)} other "
+        "which it acts. Asked of what none of these saw: kills, `tests/faults.py`; suite, the "
+        f"{len(SUITE)} longer files of tests in `SUITE`. Of these rules {count(RULES.values())}; of {len(PUBLISHED)} other "
         f"published mistakes {count(PUBLISHED)} ([list](../../results/faults.py), [sentences]"
         f"(../../results/faults.json)). {false} of {len(SOUND)} sound changes were reported: what "
         "reported one does not count. Made by `python results/seen_by.py` <!-- walk: not typed: "

@@ -71,6 +71,11 @@ def main(folder: str, out: str, tp: str) -> None:
         measure(f"sync {sync}")
     measure("none")
     found["same"] = ids(few[:1]) == ids(few)[:1]
+    done = [replace(sample) for sample in few]
+    engine.complete(done, 1.0)
+    found["held"] = [(s.ids.tolist(), bool(s.sampled.all()), s.truncated) for s in done], [
+        (list(one.outputs[0].token_ids), True, one.outputs[0].finish_reason == "length")
+        for one in engine.outputs(few, 1.0)]
     # Groups of 8, of prompts of 43 tokens and of less than a block; each engine has a part of each.
     group = [Sample(families.prompt(0, p.row.prompt_ids[:n]), seed=hash_seed(n, p.position, i))
              for i in range(8) for n in (43, 20) for p in prompts[:2]]

@@ -53,6 +53,12 @@ def test_what_a_seed_samples_depends_on_nothing_else(found):
     assert found["same"] and found["crowd"] and not found["compiled"]
 
 
+def test_a_sample_holds_every_token_that_was_sampled(found):
+    """The last one too, and each counts in the loss."""
+    held, sampled = found["held"]
+    assert held == sampled
+
+
 def test_a_group_shares_the_whole_blocks_of_its_prompt_and_completions_stay_the_same(found):
     """By one engine, and by those of two ranks: the tokens of each completion, and its log-probs to
     the rounding of float32, as alone."""

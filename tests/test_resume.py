@@ -75,11 +75,13 @@ def dated_model(folder: Path) -> Path:
 def test_a_run_killed_in_a_save_and_stopped_in_a_step_ends_like_another(start, tmp_path, script):
     """It is resumed on another day, and by the command that it prints. So a checkpoint holds
     weights and AdamW's state of policy and critic, the place in the data, the KL coefficient and
-    the day. On one rank in the place of two it makes the same steps but for rounding."""
+    the day; and the learning rate goes on. On one rank in the place of two it makes the same steps
+    but for rounding."""
     write_rows(tmp_path / "rows.jsonl")
     model, hour = dated_model(tmp_path / "dated"), time.gmtime().tm_hour
     today, yesterday = ({"TZ": f"<noon>{hour - 12 + hours:+d}"} for hours in (0, 13))
-    flags = "--steps 4 --eval_data rows.jsonl --eval_every 2 --max_prompt_tokens 64".split()
+    flags = ("--steps 4 --eval_data rows.jsonl --eval_every 2 --max_prompt_tokens 64 "
+             "--lr_schedule linear").split()
     if script == "ppo":
         flags += "--kl_reward_coef 0.05 --kl_target 0.02 --kl_horizon 20".split()
 
@@ -140,8 +142,11 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     # Its prompt is of the second step: a worker has 120 s for its first job.
     write_rows(tmp_path / "rows.jsonl", never=500127)
     status, text = start(*"--steps 9 --data rows.jsonl --reward sleepy.py:sleepy".split(),
-                         "--reward_timeout", "2", FAULTS="backward:*:0:nan save:1:3:full").end()
+                         *"--reward_timeout 2 --lr_schedule linear".split(),
+                         FAULTS="backward:*:0:nan save:1:3:full").end()
     seen = metrics(tmp_path / "runs/x")
+    # A rate is a step's, and each of these has two minibatches.
+    assert [row["lr"] for row in seen] == pytest.approx([1e-3 * (1 - i / 9) for i in range(4)])
     assert [row["step"] for row in seen] == [1, 2, 3, 4], text
     assert "had a non-finite gradient and were not applied" in text
     assert seen[0]["grad/norm_not_finite"] in (1, 2)  # a minibatch may have no gradient
