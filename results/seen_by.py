@@ -410,11 +410,12 @@ def legend(words: dict[str, str]) -> str:
         f"before step 1. prove: `./run.sh prove`. tests: {files}. step N: a metric that leaves its "
         "range in the report, an error or the grade, in 35 steps of the sort job with flags with "
         "which it acts. Asked of what none of these saw: kills, `tests/faults.py`; suite, the "
-        f"{len(SUITE)} longer files of tests in `SUITE`. Of these rules {count(RULES.values())}; of {len(PUBLISHED)} other "
-        f"published mistakes {count(PUBLISHED)} ([list](../../results/faults.py), [sentences]"
-        f"(../../results/faults.json)). {false} of {len(SOUND)} sound changes were reported: what "
-        "reported one does not count. Made by `python results/seen_by.py` <!-- walk: not typed: "
-        f"hours --> on {', '.join(commits)}.")
+        f"{len(SUITE)} longer files of tests in `SUITE`. Of these rules {count(RULES.values())}; "
+        f"of {len(PUBLISHED)} other published mistakes {count(PUBLISHED)} "
+        "([list](../../results/faults.py), [sentences](../../results/faults.json)). "
+        f"{false} of {len(SOUND)} sound changes were reported: what reported one does not count. "
+        "Made by `python results/seen_by.py` <!-- walk: not typed: hours --> on "
+        f"{', '.join(commits)}.")
     return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
