@@ -256,7 +256,8 @@ PUBLISHED = [
               flags=SOME),
     published("first order after a resume", "huggingface/accelerate", 4071, DATA, "data.py",
               'self.position = state["position"]',
-              'self.position = state["position"] % len(self.rows)', resumed=True),
+              'self.position = state["position"] % len(self.rows)', resumed=True,
+              flags=AGAIN),  # an epoch is a step
     published("shuffled copy thrown away", "allenai/open-instruct", 560, DATA, "data.py",
               ".permutation(len(self.rows))\n",
               ".permutation(len(self.rows))\n        order = np.arange(len(self.rows))\n"),

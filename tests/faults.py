@@ -76,7 +76,7 @@ class Attempt:
         end = time.monotonic() + LONG
         while not condition() and self.process.poll() is None:
             assert time.monotonic() < end, f"nothing came in {LONG} s:\n{self.text()[-3000:]}"
-            time.sleep(0.02)
+            time.sleep(0.002)  # a save is short
 
     def printed(self, words: str) -> None:
         self.until(lambda: words in self.text())
@@ -135,16 +135,17 @@ def progress(run: Path) -> int:
 
 # ---- the command ----
 
-def kill(attempt: Attempt, run: Path, at: int, rng, only: str) -> str:
+def kill(attempt: Attempt, run: Path, at: int, rng, only: str, seconds: dict) -> str:
     """Waits until the run has about `at` steps and ends some of its processes → what was done.
-    only: the processes; "": drawn."""
+    only: the processes; "": drawn. seconds: the longest wait more, in a start, a step, a save."""
     when = rng.choice(["step", "step", "save", "start"])
     if when != "start":
         attempt.printed("step ")  # this attempt's own, not an earlier one's
         attempt.until(lambda: progress(run) >= at)
         if when == "save":
             attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
-    time.sleep(rng.uniform(0, {"start": 12, "step": 1, "save": 0.05}[when]))
+    end = time.monotonic() + rng.uniform(0, seconds[when])
+    attempt.until(lambda: time.monotonic() >= end or when == "start" and "step " in attempt.text())
     number, processes = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
     targets = ["a rank", "all ranks", "the whole job"] + ["torchrun"] * (number == signal.SIGTERM)
     target, done = only or rng.choice(targets), progress(run)
@@ -179,14 +180,19 @@ def main() -> None:
         return Attempt(cwd, "--model", model(a.task), "--name", folder.name, "--steps", str(steps),
                        *flags, script=a.script, ranks=a.ranks, signals=True)
 
-    def end(folder):
-        status, text = start(folder).end()
+    def end(folder) -> dict[str, float]:
+        """Runs it to its end → the seconds of its start, of a step, and of a save (a guess)."""
+        began, attempt = time.monotonic(), start(folder)
+        attempt.printed("step ")
+        first = time.monotonic()
+        status, text = attempt.end()
         assert status == 0, text[-3000:]
+        return dict(start=first - began, step=(time.monotonic() - first) / steps, save=0.05)
 
-    end(whole)
+    seconds = end(whole)
     for i in range(a.kills):
         attempt = start(run)
-        said = kill(attempt, run, 2 * i + 1, rng, a.target)
+        said = kill(attempt, run, 2 * i + 1, rng, a.target, seconds)
         status, text = attempt.end()
         before, latest = latest, last(run)
         print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {latest}", flush=True)
