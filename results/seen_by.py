@@ -50,6 +50,7 @@ from results.faults import FAULTS, PUBLISHED, RULES, SOUND, Fault
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, FILE, PAGE = ROOT / "runs/faults", ROOT / "results/faults.json", "docs/learn/details.md"
+METRICS = KEPT / "metrics"  # of whole runs
 TESTS = ("losses", "left_out")  # tests/test_NAME.py: those of numbers that take seconds
 SUITE = tuple("numbers ends rows run resume engine model rewards dist".split())  # and minutes
 STEPS, STOP = 35, 18  # of the job; where one that is resumed was stopped
@@ -229,6 +230,8 @@ def run(tree: Tree, fault: Fault, record: dict, seed: int = 0, noise: frozenset 
         found += [["warning " + re.sub(r"[\d.,]+", "", said)[:20], STEPS, said[:300]]
                   for said in warnings(curves(folder), last_rows(folder))]
         record.setdefault("ends", {})[str(seed)] = ends(rows)
+        METRICS.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "metrics.jsonl", METRICS / f"{slug(fault)}-{seed}.jsonl")
     return found
 
 
@@ -414,9 +417,17 @@ def legend(words: dict[str, str]) -> str:
         f"of {len(PUBLISHED)} other published mistakes {count(PUBLISHED)} "
         "([list](../../results/faults.py), [sentences](../../results/faults.json)). "
         f"{false} of {len(SOUND)} sound changes were reported: what reported one does not count. "
-        "Made by `python results/seen_by.py` <!-- walk: not typed: hours --> on "
+        f"{others()}Made by `python results/seen_by.py` <!-- walk: not typed: hours --> on "
         f"{', '.join(commits)}.")
     return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def others() -> str:
+    """What public packages see, by results/diagnosers.py."""
+    return "".join(
+        f"Of {it['runs']} whole runs `{name}` sees {len(it['seen'])}, and reports "
+        f"{len(it['reported of these'])} of {it['sound runs']} sound ones. "
+        for name, it in read(FILE).get("diagnosers", {}).items())
 
 
 def signals_of_sound(fault: Fault) -> list:
@@ -440,8 +451,8 @@ def write_table():
     text = re.sub(r"\*Seen by\*.*?\n\n", "", text, flags=re.S)
     text = text.replace("\n## ", f"\n{legend(words)}\n## ", 1)
     (ROOT / PAGE).write_text(text)
-    found = {"machine": machine(), "faults": {}, "sound": {
-        one.name: signals_of_sound(one) for one in SOUND if place(one).exists()}}
+    found = {"machine": machine(), "diagnosers": read(FILE).get("diagnosers", {}), "faults": {},
+             "sound": {one.name: signals_of_sound(one) for one in SOUND if place(one).exists()}}
     for one in (*RULES.values(), *PUBLISHED):
         first = signals(one, record_of(one))[:1]
         found["faults"][one.name] = {

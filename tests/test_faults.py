@@ -8,7 +8,8 @@ from difflib import ndiff
 
 import pytest
 
-from results import faults, seen_by
+from files import read
+from results import diagnosers, faults, seen_by
 from tracked import ROOT
 
 PAGE = (ROOT / seen_by.PAGE).read_text()
@@ -62,6 +63,36 @@ def test_what_a_sound_change_gives_too_does_not_count(tmp_path, monkeypatch):
     assert seen_by.word(fault) == "step 35"
     keep(fault, **{name: [] for name in seen_by.ORDER})
     assert seen_by.word(fault) == "not"
+
+
+def test_the_longest_are_asked_of_what_no_other_saw(tmp_path, monkeypatch):
+    """And of each sound change, all."""
+    monkeypatch.setattr(seen_by, "KEPT", tmp_path)
+    monkeypatch.setattr(
+        seen_by, "ask", lambda tree, fault, name, **options: asked.append(name) or [])
+    sound, seen = faults.SOUND[0].name, [["grade", 35, "missed"]]
+    for one, run, expected in ("20", [], ["kills", "suite"]), ("20", seen, []), (
+            sound, seen, seen_by.ORDER):
+        fault, asked = faults.FAULTS[one], []
+        record = {name: [] for name in [*seen_by.ORDER[:4], "first steps"]} | {"run": run}
+        seen_by.place(fault).write_text(json.dumps({"name": one} | record))
+        late = seen_by.ORDER if one == sound else ["kills", "suite"]
+        seen_by.look_for(None, fault, late, everything=one == sound, whole=False)
+        assert asked == expected
+
+
+def test_a_public_package_gets_a_log_under_the_names_that_it_knows(tmp_path, monkeypatch):
+    """One row a step, with the evaluation in it. A run that is not there has none."""
+    monkeypatch.setattr(diagnosers, "METRICS", tmp_path)
+    monkeypatch.setattr(diagnosers, "FOLDER", tmp_path / "packages")
+    (tmp_path / "x-0.jsonl").write_text(
+        '{"step": 0, "eval/pass@1": 0.1, "eval/rows": 9}\n'
+        '{"step": 1, "reward/mean": 0.5, "time/step": 3}\n'
+        '{"step": 1, "eval/pass@1": 0.2, "eval/rows": 9}\n')
+    assert read(diagnosers.log_of("x-0")) == [
+        {"group_size": 8, "step": 0, "eval_score": 0.1},
+        {"group_size": 8, "step": 1, "reward": 0.5, "eval_score": 0.2}]
+    assert diagnosers.log_of("y-0") is None
 
 
 def test_the_page_says_what_the_results_say():
