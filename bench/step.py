@@ -1,9 +1,8 @@
-"""The phases of a step beside the raw parts that they are made of, and how a step grows.
+"""The phases of a step beside the raw parts that they are made of.
 
     python bench/step.py                       3 million parameters, one rank, in one process
     python bench/step.py --model 30m           30 million
-    python bench/step.py --only rollout,rest   some of: rollout update score rest, and the growth
-                                               with batch group max_tokens
+    python bench/step.py --only rollout,rest   some of: rollout update score rest
 
 rollout   engine.sample (requests, generate, gather) against a bare LLM.generate of the same
           requests, with the same seeds and log-probs.
@@ -13,8 +12,6 @@ update    grpo.learn (batch, advantages, micro-batches, loss, metrics, AdamW) ag
           ("sorted") and in their order ("in order"). The lengths are spread 1:20.
 score     the pass of old log-probs, likewise, without a gradient.
 rest      the loop of grpo.train: the share of a step that is not rollout, reward, score or update.
-batch, group, max_tokens: seconds of a whole step (sync, rollout, reward, update) as it doubles.
-          Most completions reach the limit.
 
 The contestants take turns: --times rounds, after one to warm up. A figure is the median, with the
 smallest and the largest.
@@ -37,7 +34,6 @@ import dist
 import grpo
 from batch import Batch, Sample
 from examples import tiny
-from rewards import score_samples
 from run import Run, set_up
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,50 +211,11 @@ def rest(run: Run) -> None:
           f"({min(parts):.1%}–{max(parts):.1%}) | of which sync {sync:.1%} |", flush=True)
 
 
-def growth(run: Run, times: int, only: list[str]) -> None:
-    """Seconds of a whole step in each setting, and the factor to the setting half as large."""
-    def one(a) -> float:
-        began = time.perf_counter()
-        run.engine.max_tokens = a.max_tokens
-        with run.engine.generating(run.policy):
-            samples = run.engine.sample(run.stream.next(a.batch), a.group, 1.0)
-            score_samples(run.scorer, run.world, run.log, samples, a.group)
-        grpo.learn(a, run.world, run.policy, samples, lr=1e-9)
-        return time.perf_counter() - began
-
-    base = replace(run.args, batch=16, group=4, max_tokens=32)
-    for name, values in {"batch": (8, 16, 32, 64, 128, 256, 512), "group": (4, 8, 16, 32, 64),
-                         "max_tokens": (32, 64, 128, 256, 512)}.items():
-        if name not in only:
-            continue
-        settings = [replace(base, **{name: v}) for v in values]
-        one(settings[0])
-        took = [statistics.median([one(a) for _ in range(times)]) for a in settings]
-        factors = [b / a for a, b in pairwise(took)]
-        steps = f"{values[0]}: {took[0]:.2f} s " + " ".join(
-            f"{v}: {s:.2f} s (×{f:.2f})"
-            for v, s, f in zip(values[1:], took[1:], factors, strict=True))
-        print(f"| growth | {name} | {steps} | largest factor {max(factors):.2f} |", flush=True)
-        if name == "max_tokens":
-            flops_growth(run, values)
-
-
-def flops_growth(run: Run, values: tuple[int, ...]) -> None:
-    """The factors that the work of the update alone would have."""
-    shape = run.inputs.shape
-    parameters = sum(p.numel() for p in run.policy.module.parameters())
-    prompt = statistics.mean(len(p.row.prompt_ids) for p in run.stream.next(100))
-    work = [n * 6 * (parameters + shape.layers * shape.hidden * n)
-            for n in (prompt + v for v in values)]
-    factors = " ".join(f"×{b / a:.2f}" for a, b in pairwise(work))
-    print(f"| growth | the same by FLOPs | {factors} | |", flush=True)
-
-
 def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="3m")
-    parser.add_argument("--only", default="rollout,update,score,rest,batch,group,max_tokens")
+    parser.add_argument("--only", default="rollout,update,score,rest")
     parser.add_argument("--times", type=int, default=5)
     return parser.parse_args()
 
@@ -270,8 +227,7 @@ def main(options: argparse.Namespace) -> None:
         model=random_model(options.model), batch=16, group=8, max_tokens=128, steps=6, lr=1e-9,
         name=f"bench-step-{os.getpid()}", max_prompt_tokens=64,
         export=False, samples_every=10**9, save_every=0, reward=("examples/coin.py:coin",))
-    run = set_up(replace(args, max_tokens=512))        # the longest that the engine gets, in growth
-    run.args, run.engine.max_tokens = args, args.max_tokens
+    run = set_up(args)
     parameters = sum(p.numel() for p in run.policy.module.parameters())
     print(f"\n{parameters:,} parameters, {torch.get_num_threads()} threads, load average "
           f"{os.getloadavg()[0]:.1f}\n\n| phase | what | tokens/s, median (range) | ratio |\n"
@@ -281,8 +237,6 @@ def main(options: argparse.Namespace) -> None:
             rollout(run, options.times)
     if {"update", "score"} & set(only):
         update_and_score(run, options.times, only)
-    growth(run, 3, only)
-    run.engine.max_tokens = args.max_tokens
     if "rest" in only:
         rest(run)
     run.close()
