@@ -13,7 +13,7 @@ Each patch is put into one copy of the tracked files, and the detectors are aske
     tests    a test of TESTS fails
     run      in 35 steps of the sort job a metric leaves its healthy range (parts/report), the run
              ends with an error, misses its grade, or has a warning of its report
-    kills    tests/faults.py: a run that is killed twice ends otherwise than one that is not
+    kills    tests/faults.py: a run that is killed 3 times ends otherwise than one that is not
     suite    a test of SUITE fails
 
 Once one before step 1 saw it, the others are not asked (without --all), and the last two are asked
@@ -192,7 +192,7 @@ def suite(tree: Tree, fault: Fault, record: dict) -> list:
 def kills(tree: Tree, fault: Fault, record: dict) -> list:
     """A run that is killed and goes on differs from one that is not, or cannot go on."""
     status, text = tree.run(*tree.start(
-        "tests/faults.py", "--kills", "2", "--script", fault.script.removesuffix(".py"), "--ranks",
+        "tests/faults.py", "--kills", "3", "--script", fault.script.removesuffix(".py"), "--ranks",
         str(fault.ranks), *shlex.split(fault.flags)))
     found = re.findall(r"^(step \d+: (\S+) is .* and .*)$", text, re.M)
     return [["kills", 0, (found[0][0] if found else sentence(text))[:300]]] if status else []

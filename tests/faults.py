@@ -135,10 +135,10 @@ def progress(run: Path) -> int:
 
 # ---- the command ----
 
-def kill(attempt: Attempt, run: Path, at: int, rng, only: str, seconds: dict) -> str:
+def kill(attempt: Attempt, run: Path, when: str, at: int, rng, only: str, seconds: dict) -> str:
     """Waits until the run has about `at` steps and ends some of its processes → what was done.
-    only: the processes; "": drawn. seconds: the longest wait more, in a start, a step, a save."""
-    when = rng.choice(["step", "step", "save", "start"])
+    when: in a start, a step or a save; seconds: the longest wait more in each. only: the processes;
+    "": drawn."""
     if when != "start":
         attempt.printed("step ")  # this attempt's own, not an earlier one's
         attempt.until(lambda: progress(run) >= at)
@@ -190,9 +190,11 @@ def main() -> None:
         return dict(start=first - began, step=(time.monotonic() - first) / steps, save=0.05)
 
     seconds = end(whole)
+    places = [when for _ in range(0, a.kills, 4)
+              for when in rng.sample(["step", "step", "save", "start"], 4)]
     for i in range(a.kills):
         attempt = start(run)
-        said = kill(attempt, run, 2 * i + 1, rng, a.target, seconds)
+        said = kill(attempt, run, places[i], 2 * i + 1, rng, a.target, seconds)
         status, text = attempt.end()
         before, latest = latest, last(run)
         print(f"  {i + 1:>2}. {said}: ended with {status}, goes on from step {latest}", flush=True)
