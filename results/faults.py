@@ -245,7 +245,7 @@ PUBLISHED = [
               "chat_template.py", "if i not in silent], skip_special_tokens=False,",
               "if i not in silent], skip_special_tokens=True,"),
     published("one row for all", "huggingface/trl", 6351, REWARD, "worker.py",
-              "return pickle.loads(pickle.dumps(value))", "return value"),
+              "return pickle.loads(pickle.dumps(value))", "return {**value}"),  # lists are shared
     published("one value for many", "huggingface/trl", 6533, REWARD, "worker.py",
               "isinstance(result, Iterable) else [result]",
               "isinstance(result, Iterable) else [result] * len(items)",

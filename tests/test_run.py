@@ -161,6 +161,17 @@ def test_a_step_trains_on_the_rows_that_the_seed_orders_and_its_metrics_are_thei
         assert [s for s in rows if s["advantage"] is not None] == trained
 
 
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    """And none is the order of the file."""
+    streams = [Stream([*range(30)], seed) for seed in (3, 3, 4)]
+    first, again, other = ([[prompt.row for prompt in stream.next(30)] for epoch in range(3)]
+                           for stream in streams)
+    assert first == again
+    orders = [[*range(30)], *first, *other]
+    assert all(sorted(order) == orders[0] for order in orders)
+    assert not any(one == two for one, two in combinations(orders, 2))
+
+
 def test_rates_and_coefficients_follow_their_flags(made):
     """The KL is that to the starting model: 0 before the first update. ppo.py's policy waits for
     the critic, its own warm-up begins then, and its coefficient is adapted from the KL of each
@@ -238,7 +249,8 @@ def test_an_evaluation_is_of_all_rows_and_of_each_source(made):
                 reward=mean(s["reward"] for s in every),
                 groups_equal=1 - len(kept_of(every)) / len(some))
             assert {name: row[prefix + name] for name in expected} == pytest.approx(expected)
-            assert row[f"{prefix}pass@1_low"] <= expected["pass@1"] < row[f"{prefix}pass@1_high"]
+            low, high = row[f"{prefix}pass@1_low"], row[f"{prefix}pass@1_high"]
+            assert low <= expected["pass@1"] <= high and low < high
 
 
 def test_it_ends_graded_and_leaves_what_the_pages_list(made):
