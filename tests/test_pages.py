@@ -33,8 +33,8 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time",
           "signal",  # Slurm's
-          "sort", "fix", "write", "solution", "help", "kills", "show", "short", "setup", "only",
-          "list", "limit", "shapes", "runs",  # of our tools
+          "sort", "fix", "write", "solution", "help", "kills", "script", "show", "short", "setup",
+          "only", "list", "limit", "shapes", "runs",  # of our tools
           "num_generations", "gpus", "config", "tasks", "model_args", "flag"}  # of other systems
 
 
