@@ -380,6 +380,25 @@ def test_a_worker_ends_in_silence_when_the_trainer_does(capfd):
     assert worker.process.wait(60) == 0 and capfd.readouterr().err == ""
 
 
+WRITES = """
+def one(completion, notes, **row):
+    notes.append(completion)
+    return len(notes)
+two = one
+def group(prompts, completions, notes, **columns):
+    for text, those in zip(completions, notes):
+        those.append(text)
+    return [len(those) for those in notes]
+"""
+
+
+def test_what_a_reward_writes_into_its_row_no_other_sees(own):
+    """Neither the next reward, nor another completion of the same row."""
+    own(WRITES, "writes.py")
+    specs = [f"writes.py:{name}" for name in ("one", "two", "group")]
+    assert parts(score(specs, [item("a", notes=[])] * 8, group=4)) == [(1.0, 1.0, 1.0)] * 8
+
+
 # ---- hostile rewards
 
 def test_a_group_is_one_job_with_the_time_of_all_and_fails_as_a_whole(own):
