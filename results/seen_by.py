@@ -407,19 +407,21 @@ def legend(words: dict[str, str]) -> str:
 
     files = " and ".join(f"`test_{name}.py`" for name in TESTS)
     false = sum(bool(signals_of_sound(one)) for one in SOUND)
+    mark = "<!-- walk: not typed: hours -->"
     commits = sorted({record_of(one).get("commit", "") for one in FAULTS.values()} - {""})
     said = (
         "*Seen by*: who reports it first. plan: `--plan`. start: the checks and the comparison "
         f"before step 1. prove: `./run.sh prove`. tests: {files}. step N: a metric that leaves its "
         "range in the report, an error or the grade, in 35 steps of the sort job with flags with "
-        "which it acts. Asked of what none of these saw: kills, `tests/faults.py`; suite, the "
-        f"{len(SUITE)} longer files of tests in `SUITE`. Of these rules {count(RULES.values())}; "
+        "which it acts. Asked of what none of these saw: kills, `tests/faults.py`; suite, "
+        f"{len(SUITE)} longer files of tests. Of these rules {count(RULES.values())}; "
         f"of {len(PUBLISHED)} other published mistakes {count(PUBLISHED)} "
         "([list](../../results/faults.py), [sentences](../../results/faults.json)). "
-        f"{false} of {len(SOUND)} sound changes were reported: what reported one does not count. "
-        f"{others()}Made by `python results/seen_by.py` <!-- walk: not typed: hours --> on "
-        f"{', '.join(commits)}.")
-    return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+        f"Of {len(SOUND)} sound changes {false} is reported; what reports one does not count. "
+        f"{others()}Made by `python results/seen_by.py` {mark.replace(' ', '~')} on "
+        f"{', '.join(commits)}.")  # a mark stays in one line
+    said = textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False)
+    return said.replace(mark.replace(" ", "~"), mark) + "\n"
 
 
 def others() -> str:
