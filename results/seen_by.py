@@ -20,9 +20,11 @@ Once one before step 1 saw it, the others are not asked (without --all), and the
 only of what no other has seen, since they take the longest. Sound changes come first: a
 detector, test, promise or metric that reports one of them counts as noise for every mistake. So
 does one that reports the shipped code with the flags of a mistake, for this mistake. Results are
-files of runs/faults/, one for each patch; --table collects them in results/faults.json.
+files of runs/faults/, one for each patch; --table collects them in results/faults.json, from which
+another clone goes on.
 """
 import argparse
+import copy
 import hashlib
 import json
 import os
@@ -51,6 +53,7 @@ from results.faults import FAULTS, PUBLISHED, RULES, SOUND, Fault
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, FILE, PAGE = ROOT / "runs/faults", ROOT / "results/faults.json", "docs/learn/details.md"
 METRICS = KEPT / "metrics"  # of whole runs
+SAVED = read(FILE).get("records", {})  # {name: record} of clones before this one
 TESTS = ("losses", "left_out")  # tests/test_NAME.py: those of numbers that take seconds
 SUITE = tuple("numbers ends rows run resume engine model rewards gpu dist".split())  # and minutes
 STEPS, STOP = 35, 18  # of the job; where one that is resumed was stopped
@@ -283,7 +286,9 @@ def place(fault: Fault) -> Path:
 def record_of(fault: Fault) -> dict:
     """What is known of it: {detector: signals}, and more. A detector that is missing did not
     run."""
-    return read(place(fault)) if place(fault).exists() else {"name": fault.name}
+    if place(fault).exists():
+        return read(place(fault))
+    return copy.deepcopy(SAVED.get(fault.name, {"name": fault.name}))
 
 
 def ask(tree: Tree, fault: Fault, detector: str, **options):
@@ -457,7 +462,9 @@ def write_table():
     text = text.replace("\n## ", f"\n{legend(words)}\n## ", 1)
     (ROOT / PAGE).write_text(text)
     found = {"machine": machine(), "diagnosers": read(FILE).get("diagnosers", {}), "faults": {},
-             "sound": {one.name: signals_of_sound(one) for one in SOUND if place(one).exists()}}
+             "sound": {one.name: signals_of_sound(one) for one in SOUND},
+             "records": SAVED | {record["name"]: record for path in sorted(KEPT.glob("*.json"))
+                                 if (record := read(path) | {"seconds": {}})}}
     for one in (*RULES.values(), *PUBLISHED):
         first = signals(one, record_of(one))[:1]
         found["faults"][one.name] = {
@@ -474,12 +481,16 @@ def main() -> None:
     parser.add_argument("--detectors", nargs="+", choices=ORDER, default=ORDER)
     parser.add_argument("--all", action="store_true", help="ask on after one has seen it")
     parser.add_argument("--seeds", type=int, default=0, help="of whole runs, for the cost")
+    parser.add_argument("--again", action="store_true", help="forget what is known of these")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
         return write_table()
     own = sorted((*RULES.values(), *PUBLISHED), key=lambda one: not one.own)
     chosen = [FAULTS[name] for name in args.only] or [*SOUND, *own]
+    for one in chosen if args.again else ():
+        place(one).unlink(missing_ok=True)
+        SAVED.pop(one.name, None)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         tree = Tree(Path(folder))
         for fault in chosen:

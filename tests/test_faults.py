@@ -45,6 +45,7 @@ def test_each_rule_has_a_patch_and_others_are_published_or_sound():
 def test_what_a_sound_change_gives_too_does_not_count(tmp_path, monkeypatch):
     """Nor what the shipped code gives with the same flags. The first one left is the word."""
     monkeypatch.setattr(seen_by, "KEPT", tmp_path)
+    monkeypatch.setattr(seen_by, "SAVED", {})
     fault, sound = faults.FAULTS["21"], faults.SOUND[0]
 
     def keep(one, **record):
@@ -63,11 +64,16 @@ def test_what_a_sound_change_gives_too_does_not_count(tmp_path, monkeypatch):
     assert seen_by.word(fault) == "step 35"
     keep(fault, **{name: [] for name in seen_by.ORDER})
     assert seen_by.word(fault) == "not"
+    seen_by.SAVED[fault.name] = {"name": fault.name, "plan": [["plan", 0, "error: no"]]}
+    assert seen_by.word(fault) == "not"  # what is of this clone comes first
+    seen_by.place(fault).unlink()
+    assert seen_by.record_of(fault)["plan"]
 
 
 def test_the_longest_are_asked_of_what_no_other_saw(tmp_path, monkeypatch):
     """And of each sound change, all."""
     monkeypatch.setattr(seen_by, "KEPT", tmp_path)
+    monkeypatch.setattr(seen_by, "SAVED", {})
     monkeypatch.setattr(
         seen_by, "ask", lambda tree, fault, name, **options: asked.append(name) or [])
     sound, seen = faults.SOUND[0].name, [["grade", 35, "missed"]]
