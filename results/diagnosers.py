@@ -10,6 +10,7 @@ sound change or of the shipped code with the same flags gives it too. Two others
 reward-doctor calls a reward with its own 83 texts, and martingale records the tokens inside TRL or
 verl.
 """
+import argparse
 import json
 import os
 import subprocess
@@ -80,6 +81,10 @@ def findings(package: str, name: str) -> set[str] | None:
 
 
 def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
+    if not any(METRICS.glob("*.jsonl")):
+        sys.exit("error: no run is kept: python results/seen_by.py --seeds 1 makes them")
     table = {}
     for package in PACKAGES:
         sound = {one.name: found for one in SOUND
