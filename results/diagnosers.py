@@ -43,7 +43,7 @@ from polgrad.diagnostics import entropy_trend
 rows = map(json.loads, open(sys.argv[1]))
 entropy = torch.tensor([row["entropy"] for row in rows if row.get("entropy") is not None])
 found = entropy_trend(entropy, window=len(entropy), generator=torch.Generator().manual_seed(0))
-print(json.dumps(["entropy changes"] * (found.changepoint_index is not None)))
+print(json.dumps([] if found.changepoint_index is None else ["entropy changes"]))
 """
 PACKAGES = {"rldoctor==0.2.0": RLDOCTOR, "polgrad==0.2.1": POLGRAD}
 
@@ -67,7 +67,7 @@ def log_of(name: str) -> Path | None:
     steps: dict[int, dict] = {}
     for row in read_metrics(path):
         known = {NAMES[key]: value for key, value in row.items() if key in NAMES}
-        steps.setdefault(row["step"], {"group_size": 8}).update(known)
+        steps.setdefault(row["step"], {"group_size": 8}).update(known)  # the job's --group
     log = FOLDER / "log.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("".join(json.dumps(row) + "\n" for row in steps.values()))
@@ -77,7 +77,7 @@ def log_of(name: str) -> Path | None:
 def findings(package: str, name: str) -> set[str] | None:
     """Of the run of a name. None: there is none."""
     log = log_of(name)
-    return log and set(ask(package, log))
+    return None if log is None else set(ask(package, log))
 
 
 def main() -> None:

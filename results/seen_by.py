@@ -63,6 +63,7 @@ GRADED = "--eval_data tiny@test --target_reward 0.2 0.95 --target_eval 0.1 0.95"
 LIMIT = 900  # seconds of a detector: what takes longer hangs
 ORDER = "plan start prove tests run kills suite".split()
 LAST = ("run", "kills", "suite")  # asked of what no other has seen
+FLAGLESS = ("tests", "suite")  # what they say does not depend on the flags of a mistake
 
 
 # ---- the copy
@@ -197,8 +198,8 @@ def kills(tree: Tree, fault: Fault, record: dict) -> list:
     status, text = tree.run(*tree.start(
         "tests/faults.py", "--kills", "3", "--script", fault.script.removesuffix(".py"), "--ranks",
         str(fault.ranks), *shlex.split(fault.flags)))
-    found = re.findall(r"^(step \d+: (\S+) is .* and .*)$", text, re.M)
-    return [["kills", 0, (found[0][0] if found else sentence(text))[:300]]] if status else []
+    found = re.search(r"^step \d+: \S+ is .* and .*$", text, re.M)
+    return [["kills", 0, (found[0] if found else sentence(text))[:300]]] if status != 0 else []
 
 
 def run(tree: Tree, fault: Fault, record: dict, seed: int = 0, noise: frozenset = frozenset(),
@@ -329,7 +330,7 @@ def signals(fault: Fault, record: dict, detectors=ORDER) -> list:
     """(step, detector, sentence) of what counts, the first one first. With flags of its own, only
     what the shipped code with these flags was asked for and does not give."""
     loud, other = noise(), record_of(as_shipped(fault)) if alone(fault) else {}
-    asked = {*other, "tests", "suite"} if alone(fault) else {*record}  # tests know of no flags
+    asked = {*other, *FLAGLESS} if alone(fault) else {*record}
     found = [(step, ORDER.index("run" if name == "first steps" else name), said)
              for name in (*detectors, "first steps") if name in asked
              for key, step, said in record.get(name, []) if key not in loud | keys(other)]
@@ -355,7 +356,7 @@ def look_for(tree: Tree, fault: Fault, detectors: list[str], everything: bool, w
         found = ask(tree, fault, detector, **options)
         if detector == "start":
             found = found + record_of(fault)["first steps"]
-        if found and alone(fault) and detector not in ("tests", "suite"):
+        if found and alone(fault) and detector not in FLAGLESS:
             ask(tree, as_shipped(fault), detector, **options)
 
 
@@ -396,8 +397,8 @@ def word(fault: Fault) -> str:
         step, name, _ = seen[0]
         return f"step {step}" if step else {"run": "start"}.get(name, name)
     judged = record_of(as_shipped(fault)) if alone(fault) else record
-    return "not" if all(name in record and (name in judged or name in ("tests", "suite")
-                                            or not record[name]) for name in ORDER) else "not run"
+    return "not" if all(name in record and (name in judged or name in FLAGLESS or not record[name])
+                        for name in ORDER) else "not run"
 
 
 def legend(words: dict[str, str]) -> str:
@@ -435,7 +436,7 @@ def others() -> str:
     """What public packages see, by results/diagnosers.py."""
     seen = ", ".join(
         f"`{name}` sees {len(it['seen'])} of {it['runs']} runs and "
-        f"{len(it['reported of these'])} of {it['sound runs']} sound"
+        f"{len(it['reported of these'])} of {it['sound runs']} sound ones"
         for name, it in read(FILE).get("diagnosers", {}).items())
     return f"{seen} (which solve the task). " if seen else ""
 
@@ -488,7 +489,8 @@ def main() -> None:
         return write_table()
     own = sorted((*RULES.values(), *PUBLISHED), key=lambda one: not one.own)
     chosen = [FAULTS[name] for name in args.only] or [*SOUND, *own]
-    for one in chosen if args.again else ():
+    known = [*chosen, *map(as_shipped, chosen)]
+    for one in known if args.again else ():
         place(one).unlink(missing_ok=True)
         SAVED.pop(one.name, None)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -71,12 +71,12 @@ class Attempt:
     def text(self) -> str:
         return self.out.read_text()
 
-    def until(self, condition) -> None:
-        """Waits until condition() holds or the process ends."""
+    def until(self, condition, every: float = 0.02) -> None:
+        """Waits until condition() holds or the process ends. every: seconds from look to look."""
         end = time.monotonic() + LONG
         while not condition() and self.process.poll() is None:
             assert time.monotonic() < end, f"nothing came in {LONG} s:\n{self.text()[-3000:]}"
-            time.sleep(0.002)  # a save is short
+            time.sleep(every)
 
     def printed(self, words: str) -> None:
         self.until(lambda: words in self.text())
@@ -143,7 +143,7 @@ def kill(attempt: Attempt, run: Path, when: str, at: int, rng, only: str, second
         attempt.printed("step ")  # this attempt's own, not an earlier one's
         attempt.until(lambda: progress(run) >= at)
         if when == "save":
-            attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
+            attempt.until(lambda: list((run / "checkpoints").glob("*.partial")), every=0.002)
     end = time.monotonic() + rng.uniform(0, seconds[when])
     attempt.until(lambda: time.monotonic() >= end or when == "start" and "step " in attempt.text())
     number, processes = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
