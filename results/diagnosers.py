@@ -6,21 +6,23 @@
 
 Two of the newest releases in the package index read what a trainer logs. They get each run's
 numbers under the names that they know, and a finding counts as in seen_by.py: not if a run of a
-sound change or of the shipped code with the same flags gives it too. Two others read no log:
+sound change or of the shipped code with the same flags gives it too. What they said of a run is
+kept in its record, so another clone need not make the run again. Two others read no log:
 reward-doctor calls a reward with its own 83 texts, and martingale records the tokens inside TRL or
 verl.
 """
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from files import read_metrics
-from results.faults import FAULTS, SOUND
-from results.seen_by import FILE, METRICS, as_shipped, slug
+from results.faults import FAULTS, SOUND, Fault
+from results.seen_by import FILE, METRICS, as_shipped, keep, record_of, slug
 
 FOLDER = METRICS.parent / "packages"
 NAMES = {"step": "step", "reward/mean": "reward", "reward/std": "reward_std", "lr": "lr",
@@ -59,25 +61,32 @@ def ask(package: str, log: Path) -> list[str]:
     return json.loads(done.stdout) if done.returncode == 0 else ["no answer"]
 
 
-def log_of(name: str) -> Path | None:
-    """A run's log under their names, a row for each step. None: it was not run whole."""
-    path = METRICS / f"{name}.jsonl"
+def log_of(fault: Fault) -> Path | None:
+    """The log of its run under their names, a row for each step. None: it was not run whole."""
+    path = METRICS / f"{slug(fault)}-0.jsonl"
     if not path.exists():
         return None
+    group = re.search(r"--group (\d+)", fault.flags)
     steps: dict[int, dict] = {}
     for row in read_metrics(path):
         known = {NAMES[key]: value for key, value in row.items() if key in NAMES}
-        steps.setdefault(row["step"], {"group_size": 8}).update(known)  # the job's --group
+        steps.setdefault(row["step"], {"group_size": int(group[1]) if group else 8}).update(known)
     log = FOLDER / "log.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("".join(json.dumps(row) + "\n" for row in steps.values()))
     return log
 
 
-def findings(package: str, name: str) -> set[str] | None:
-    """Of the run of a name. None: there is none."""
-    log = log_of(name)
-    return None if log is None else set(ask(package, log))
+def findings(package: str, fault: Fault) -> set[str] | None:
+    """Of its run with seed 0, from its record if they are known. None: there is no run."""
+    record = record_of(fault)
+    known = record.setdefault("packages", {})
+    if package not in known:
+        if (log := log_of(fault)) is None:
+            return None
+        known[package] = ask(package, log)
+        keep(fault, record)
+    return set(known[package])
 
 
 def main() -> None:
@@ -88,13 +97,13 @@ def main() -> None:
     table = {}
     for package in PACKAGES:
         sound = {one.name: found for one in SOUND
-                 if (found := findings(package, f"{slug(one)}-0")) is not None}
+                 if (found := findings(package, one)) is not None}
         noise, seen, runs = set().union(*sound.values()), {}, 0
         for one in FAULTS.values():
-            found = findings(package, f"{slug(one)}-0") if one not in SOUND else None
+            found = findings(package, one) if one not in SOUND else None
             if found is not None:
                 runs += 1
-                also = findings(package, f"{slug(as_shipped(one))}-0") or set()
+                also = findings(package, as_shipped(one)) or set()
                 if found := sorted(found - noise - also):
                     seen[one.name] = found
         table[package] = {"runs": runs, "seen": seen, "sound runs": len(sound),

@@ -292,6 +292,12 @@ def record_of(fault: Fault) -> dict:
     return copy.deepcopy(SAVED.get(fault.name, {"name": fault.name}))
 
 
+def keep(fault: Fault, record: dict):
+    """Writes its record."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    place(fault).write_text(json.dumps(record, indent=1) + "\n")
+
+
 def ask(tree: Tree, fault: Fault, detector: str, **options):
     """Runs a detector on it, unless it ran before, and keeps what it says."""
     record = record_of(fault)
@@ -303,8 +309,7 @@ def ask(tree: Tree, fault: Fault, detector: str, **options):
         assert not re.search("(Name|Attribute|Import)Error", said), f"an old patch? {said}"
         record.setdefault("seconds", {})[detector] = round(time.monotonic() - began, 1)
         record["commit"] = tree.commit
-        KEPT.mkdir(parents=True, exist_ok=True)
-        place(fault).write_text(json.dumps(record, indent=1) + "\n")
+        keep(fault, record)
         print(f"  {fault.name}: {detector} {record['seconds'][detector]:.0f} s "
               f"{record[detector][:1] or ''}", flush=True)
     return record[detector]
@@ -372,7 +377,7 @@ def cost(tree: Tree, fault: Fault, seeds: int):
                     found = run(tree, one, record, seed, whole=True)
                 record.setdefault("ends", {}).setdefault(str(seed), {"ended": found[-1][2]}
                                                          if found else {})
-                place(one).write_text(json.dumps(record, indent=1) + "\n")
+                keep(one, record)
 
 
 def costs(fault: Fault) -> dict:

@@ -268,6 +268,7 @@ def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: floa
                       "critic/explained_var": 1 - error / variance if variance else 0.0}
 
 
+@torch.no_grad()
 def weighted_means(terms: list[tuple[float, bool, dict]]) -> dict[str, float]:
     """Σ w x / Σ w of each metric x, with the loss's weights w: of loss/… over all tokens of all
     updates, of others over those that learn; 0 if none does."""
@@ -275,7 +276,7 @@ def weighted_means(terms: list[tuple[float, bool, dict]]) -> dict[str, float]:
     for name in terms[0][2] if terms else ():
         among = [(w, found[name]) for w, learns, found in terms
                  if learns or name.startswith("loss/")]
-        means[name] = sum(w * float(x) for w, x in among) / (sum(w for w, _ in among) or 1.0)
+        means[name] = float(sum(w * x for w, x in among)) / (sum(w for w, _ in among) or 1.0)
     return means
 
 

@@ -88,17 +88,30 @@ def test_the_longest_are_asked_of_what_no_other_saw(tmp_path, monkeypatch):
 
 
 def test_a_public_package_gets_a_log_under_the_names_that_it_knows(tmp_path, monkeypatch):
-    """One row a step, with the evaluation in it. A run that is not there has none."""
+    """One row a step, with the evaluation in it and the group's size of its flags. What it says is
+    kept, and a run that is not there has nothing."""
+    monkeypatch.setattr(seen_by, "KEPT", tmp_path)
+    monkeypatch.setattr(seen_by, "SAVED", {})
     monkeypatch.setattr(diagnosers, "METRICS", tmp_path)
     monkeypatch.setattr(diagnosers, "FOLDER", tmp_path / "packages")
-    (tmp_path / "x-0.jsonl").write_text(
+    lone, other = faults.FAULTS["27"], faults.FAULTS["22"]  # --group 2, and the job's
+    (tmp_path / "27-0.jsonl").write_text(
         '{"step": 0, "eval/pass@1": 0.1, "eval/rows": 9}\n'
         '{"step": 1, "reward/mean": 0.5, "time/step": 3}\n'
         '{"step": 1, "eval/pass@1": 0.2, "eval/rows": 9}\n')
-    assert read(diagnosers.log_of("x-0")) == [
-        {"group_size": 8, "step": 0, "eval_score": 0.1},
-        {"group_size": 8, "step": 1, "reward": 0.5, "eval_score": 0.2}]
-    assert diagnosers.log_of("y-0") is None
+    (tmp_path / "22-0.jsonl").write_text('{"step": 1}\n')
+    assert read(diagnosers.log_of(lone)) == [
+        {"group_size": 2, "step": 0, "eval_score": 0.1},
+        {"group_size": 2, "step": 1, "reward": 0.5, "eval_score": 0.2}]
+    assert read(diagnosers.log_of(other)) == [{"group_size": 8, "step": 1}]
+    said = {"package": ["plateau"]}
+    monkeypatch.setattr(diagnosers, "ask", lambda name, log: said[name])
+    assert diagnosers.findings("package", lone) == {"plateau"}
+    (tmp_path / "27-0.jsonl").unlink()
+    said.clear()
+    assert diagnosers.findings("package", lone) == {"plateau"}
+    assert seen_by.record_of(lone)["packages"] == {"package": ["plateau"]}
+    assert diagnosers.findings("package", faults.FAULTS["21"]) is None
 
 
 def test_the_page_says_what_the_results_say():

@@ -40,6 +40,8 @@ MISTAKES = """
 1 | rows, args.update_tokens, "update" | rows, args.logprob_tokens, "update"
 8 | if not weights.any(): | if False:
 9 | **args.bounds) | **{**args.bounds, "clip_low": 0.9, "clip_high": 9.0})
+9 | policy.step(lr) | policy.step(0.9 * lr)
+9 | policy.step(lr) | setattr(policy, "max_grad_norm", 1e9) or policy.step(lr)
 9 | from run import Run, set_up | from run import Run, set_up; white = losses.whiten;\
  losses.whiten = lambda x, among: white(x, among >= 0) | --advantage reinforce++
 9 | from run import Run, set_up | from run import Run, set_up; weigh = losses.token_weights;\
@@ -134,6 +136,7 @@ def test_a_mistake_breaks_its_promise(mistake, tmp_path):
 @pytest.mark.parametrize("promises, words", [
     ("0123456789", "--group 4"), ("134789", "ppo.py --minibatches 3 --kl_reward_coef 0.05 "
      "--gamma 0.99 --entropy_coef 0.01 --engine_correction truncate --aggregation sequence"),
+    ("9", "--lora_rank 4 --kl_loss_coef 0.1 --weight_decay 0.1 --betas 0.8 0.9"),
     ("37", "--loss {}/mine.py:soft --group 2"),
     ("4", "--advantage {}/mine.py:pass_at_2 --group 4")])
 def test_what_is_shipped_keeps_its_promises(promises, words, tmp_path):

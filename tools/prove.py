@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint
 import data
@@ -41,6 +42,7 @@ from worker import ROOT, find_file
 
 LIMIT = 1e-12  # as README.md promises
 LARGE = 3e-3  # a rate with which ratios and values reach their bounds
+SHORT = 1e-3  # a norm that every gradient here exceeds, so it is clipped
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
 TINY = 1e-300  # it changes no sum but 0
 ROLLOUTS, STATED = "every rollout of a table", "what the flags state"  # the second comes of it
@@ -71,8 +73,9 @@ PROMISES = {
     "nothing scored: no update of the weights": (
         [("base", "then nothing scored")], "an optimizer step without a gradient: momentum moves"),
     "formulas: what the flags name, as papers write it": (
-        [(f"{PAPERS}, {steps}", steps) for steps in ("one update", "large updates")],
-        "a formula that is not what its name says in tests/reference_losses.py")}
+        [(f"{PAPERS}, {steps}", steps) for steps in ("one update", "large updates", "clipped")],
+        "a formula that is not what its name says in tests/reference_losses.py, or another step "
+        "than clipping and AdamW with --lr")}
 
 
 # ---- samples that are easy to learn from in a wrong way ----
@@ -156,6 +159,7 @@ def trials(args, binary: bool) -> dict[str, Trial]:
     if args.needs_critic:
         large = replace(large, critic_lr=LARGE)
     single = replace(args, minibatches=1, epochs=1)
+    clipped = replace(single, max_grad_norm=SHORT)
     plain = dict(learn=written.learn, measured=False)
     of_group = dict(alone=range(args.group), whitens=False)
     return {
@@ -173,8 +177,10 @@ def trials(args, binary: bool) -> dict[str, Trial]:
         "nothing skipped": Trial(args, [rows], skips=False),
         "then nothing scored": Trial(args, [rows, nothing], measured=False),
         "one update": Trial(single, [rows]), "large updates": Trial(large, [rows]),
+        "clipped": Trial(clipped, [rows]),
         f"{PAPERS}, one update": Trial(single, [rows], **plain),
         f"{PAPERS}, large updates": Trial(large, [rows], **plain),
+        f"{PAPERS}, clipped": Trial(clipped, [rows], **plain),
         ROLLOUTS: Trial(args, [], binary=binary)}
 
 
@@ -274,9 +280,8 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
         options["reference"] = made.pop("reference")
     if trial.resumes:
         checkpoint.load(checkpoint.Saved(checkpoints / "step_1", {}), world, made)
-    for one in made.values():
-        one.optimizer.register_step_pre_hook(lambda optimizer, *_: gradients.append(flat(
-            p.grad for p in optimizer.param_groups[0]["params"])))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.append(flat(
+        p.grad for p in optimizer.param_groups[0]["params"])))
     over = excess(args, made)
     for number, samples in enumerate(trial.steps, 1):
         before, gradients[:] = gradients[:], []

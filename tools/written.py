@@ -6,6 +6,7 @@ Here it learns with the shipped models, so all that may differ is what `learn` m
 import sys
 
 import numpy as np
+import torch
 
 from batch import Batch, MicroBatch, Sample
 from tools import uphill
@@ -48,25 +49,36 @@ def plainly(sample: Sample) -> papers.Completion:
 
 
 class Plain:
-    """A shipped policy or critic with the methods of reference.Model."""
+    """A shipped policy or critic with the methods of reference.Model that compute."""
 
-    def __init__(self, one, micros: dict):
+    def __init__(self, args, one, micros: dict):
         """micros: {id of a completion: it alone as a micro-batch}."""
-        self.one, self.micros, self.step = one, micros, one.step
+        self.args, self.one, self.micros = args, one, micros
 
     def logprobs(self, completion):
-        return self.one.logprobs(self.micros[id(completion)], self.one.args.temperature, True)
+        return self.one.logprobs(self.micros[id(completion)], self.args.temperature, True)
 
     def values(self, completion):
         return self.one.values(self.micros[id(completion)])
+
+
+class Trained(Plain):
+    """One that learns, with the reference's clipping and AdamW in the place of its own."""
+    step = papers.Model.step
+
+    def __init__(self, args, one, micros: dict):
+        super().__init__(args, one, micros)
+        self.trained, self.gradients = one.parameters, []
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(), betas=args.betas, weight_decay=args.weight_decay)
 
 
 def learn(args, world, models, samples, *, lr, reference=None, critic_lr=0.0, kl_coef=0.0):
     """`learn` of grpo.py, or with a critic of ppo.py."""
     batch, completions = Batch(samples), [*map(plainly, samples)]
     micros = {id(one): MicroBatch(batch, [i], world.device) for i, one in enumerate(completions)}
-    before = reference and Plain(reference, micros)
+    before = reference and Plain(args, reference, micros)
     if not args.needs_critic:
-        return papers.grpo(args, Plain(models, micros), before, completions, lr)
-    policy, critic = (Plain(one, micros) for one in models)
+        return papers.grpo(args, Trained(args, models, micros), before, completions, lr)
+    policy, critic = (Trained(args, one, micros) for one in models)
     return papers.ppo(args, policy, critic, before, completions, lr, critic_lr, kl_coef)
