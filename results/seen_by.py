@@ -440,10 +440,10 @@ def legend(words: dict[str, str]) -> str:
 def others() -> str:
     """What public packages see, by results/diagnosers.py."""
     seen = ", ".join(
-        f"`{name}` sees {len(it['seen'])} of {it['runs']} runs and "
-        f"{len(it['reported of these'])} of {it['sound runs']} sound ones"
-        for name, it in read(FILE).get("diagnosers", {}).items())
-    return f"{seen} (which solve the task). " if seen else ""
+        f"`{name}`{' sees' if not i else ''} {len(it['seen'])} of {it['runs']} and "
+        f"{len(it['reported of these'])} of {it['sound runs']}"
+        for i, (name, it) in enumerate(read(FILE).get("diagnosers", {}).items()))
+    return f"Of whole runs, and of sound ones (which solve the task), {seen}. " if seen else ""
 
 
 def signals_of_sound(fault: Fault) -> list:
