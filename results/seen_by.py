@@ -430,7 +430,8 @@ def legend(words: dict[str, str]) -> str:
         f"{len(SUITE)} longer files of tests. Of these rules {ours[0]} are seen before the first "
         f"update, {ours[1]} later, {ours[2]} by these two; of other published mistakes "
         f"{theirs[0]}, {theirs[1]} and {theirs[2]} ([list](../../results/faults.py); [sentences, "
-        f"and costs over five seeds of the {costly} that train](../../results/faults.json)). "
+        f"and costs over five seeds of the {costly} that train, as does the code without them]"
+        "(../../results/faults.json)). "
         f"{false} of {len(SOUND)} sound changes is reported: what reports one does not count. "
         f"{others()}Made by {command.replace(' ', '~')} on {', '.join(commits)}.")
     said = textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False)
