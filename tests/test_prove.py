@@ -40,7 +40,7 @@ MISTAKES = """
 1 | rows, args.update_tokens, "update" | rows, args.logprob_tokens, "update"
 8 | if not weights.any(): | if False:
 9 | **args.bounds) | **{**args.bounds, "clip_low": 0.9, "clip_high": 9.0})
-9 | policy.step(lr) | policy.step(0.9 * lr)
+9 | policy.step(lr) | policy.step(args.lr)
 9 | policy.step(lr) | setattr(policy, "max_grad_norm", 1e9) or policy.step(lr)
 9 | from run import Run, set_up | from run import Run, set_up; white = losses.whiten;\
  losses.whiten = lambda x, among: white(x, among >= 0) | --advantage reinforce++

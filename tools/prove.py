@@ -42,7 +42,8 @@ from worker import ROOT, find_file
 
 LIMIT = 1e-12  # as README.md promises
 LARGE = 3e-3  # a rate with which ratios and values reach their bounds
-SHORT = 1e-3  # a norm that every gradient here exceeds, so it is clipped
+MAX_NORM = 1e-3  # every gradient here exceeds it, so it is clipped
+GIVEN = 0.9  # of a flag: `learn` is given a step's own rate and KL coefficient
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
 TINY = 1e-300  # it changes no sum but 0
 ROLLOUTS, STATED = "every rollout of a table", "what the flags state"  # the second comes of it
@@ -159,7 +160,7 @@ def trials(args, binary: bool) -> dict[str, Trial]:
     if args.needs_critic:
         large = replace(large, critic_lr=LARGE)
     single = replace(args, minibatches=1, epochs=1)
-    clipped = replace(single, max_grad_norm=SHORT)
+    clipped = replace(single, max_grad_norm=MAX_NORM)
     plain = dict(learn=written.learn, measured=False)
     of_group = dict(alone=range(args.group), whitens=False)
     return {
@@ -272,10 +273,10 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
     args, checkpoints, gradients = trial.args, Path(folder, "checkpoints"), []
     made = build(args, world, folder)
     set_conditions(trial, made)
-    learner, options = made["policy"], {}
+    learner, options = made["policy"], {"lr": GIVEN * args.lr}
     if args.needs_critic:
         learner = made["policy"], made["critic"]
-        options = {"critic_lr": args.critic_lr, "kl_coef": args.kl_reward_coef}
+        options |= {"critic_lr": GIVEN * args.critic_lr, "kl_coef": GIVEN * args.kl_reward_coef}
     if args.needs_reference:
         options["reference"] = made.pop("reference")
     if trial.resumes:
@@ -285,7 +286,7 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
     over = excess(args, made)
     for number, samples in enumerate(trial.steps, 1):
         before, gradients[:] = gradients[:], []
-        metrics = (trial.learn or file.learn)(args, world, learner, samples, lr=args.lr, **options)
+        metrics = (trial.learn or file.learn)(args, world, learner, samples, **options)
         if not any(gradient.any() for gradient in gradients):  # a step with nothing to learn
             gradients[:] = before
         if number < len(trial.steps):

@@ -1,7 +1,8 @@
 """tools/written.py: a step as tests/reference.py writes it, from the papers, for prove.py.
 
 The reference has no batch, and nothing of losses.py: one completion at a time, one token at a time.
-Here it learns with the shipped models, so all that may differ is what `learn` makes of them.
+Here it learns with the shipped models, so all that may differ is what `learn` and the shipped step
+make of them.
 """
 import sys
 
@@ -62,7 +63,7 @@ class Plain:
         return self.one.values(self.micros[id(completion)])
 
 
-class Trained(Plain):
+class Learner(Plain):
     """One that learns, with the reference's clipping and AdamW in the place of its own."""
     step = papers.Model.step
 
@@ -79,6 +80,6 @@ def learn(args, world, models, samples, *, lr, reference=None, critic_lr=0.0, kl
     micros = {id(one): MicroBatch(batch, [i], world.device) for i, one in enumerate(completions)}
     before = reference and Plain(args, reference, micros)
     if not args.needs_critic:
-        return papers.grpo(args, Trained(args, models, micros), before, completions, lr)
-    policy, critic = (Trained(args, one, micros) for one in models)
+        return papers.grpo(args, Learner(args, models, micros), before, completions, lr)
+    policy, critic = (Learner(args, one, micros) for one in models)
     return papers.ppo(args, policy, critic, before, completions, lr, critic_lr, kl_coef)
