@@ -102,21 +102,23 @@ RECIPES = re.findall(r"^\| .*\| `((?:ppo\.py )?--[^`]+)` \|$", PAGE, re.M)
 
 
 def proved(promises: str, words: str) -> tuple[list[str], str]:
-    """`prove WORDS` with the promises of these numbers alone → the verdict of each, what it prints.
-    Its exit status is 0 if all hold, and 1 if one falls short."""
+    """`prove WORDS` with the promises of these numbers alone → the verdict of each that can be
+    tried, what it prints. Its exit status is 0 if all hold, and 1 if one falls short."""
     done = subprocess.run([PYTHON, "-c", SOME, promises, *words.split()], cwd=ROOT, timeout=900,
                           capture_output=True, text=True)
     found = re.findall(r"^.+: .+ limit 1e-12  (holds|falls short(?=: \w))", done.stdout, re.M)
     text = done.stdout + done.stderr
-    assert len(found) == len(promises), text
-    assert done.returncode == int(found != ["holds"] * len(promises)), text
+    names = [[*prove.PROMISES][int(number)].split(":")[0] for number in promises]
+    tried = [name for name in names if f"Not tried: {name}, because" not in text]
+    assert len(found) == len(tried), text
+    assert done.returncode == int(found != ["holds"] * len(tried)), text
     return found, text
 
 
 def keeps(promises: str, words: str) -> str:
     """The promises of these numbers hold → what is printed."""
     found, printed = proved(promises, words)
-    assert found == ["holds"] * len(promises), printed
+    assert {*found} == {"holds"}, printed
     return printed
 
 
